@@ -362,3 +362,33 @@ def test_rounding_ties_no_terms_together(double):
         engine, *_ = RVGA(screened)._family._engines.together(rows, {}, jax.random.key(0))
     ((component, _),) = engine.program.row_parts
     assert component.size == 30 and component.discrete.shape == (30, 1)
+
+
+def labels_of_two(labels, seen):
+    """Each item has a class, and two labels of which one may be missing."""
+    right = numpyro.sample("right", dist.Beta(8, 2).expand([2]).to_event(1))
+    share = numpyro.sample("share", dist.Beta(2, 2))
+    with numpyro.plate("items", len(labels), dim=-2):
+        kind = numpyro.sample("kind", dist.Bernoulli(share))
+        with numpyro.plate("labelers", 2, dim=-1):
+            says_one = jnp.where(kind == 1, right, 1 - right)
+            numpyro.sample("label", dist.Bernoulli(says_one).mask(seen), obs=labels)
+
+
+def test_what_is_missing_in_the_first_row_depends_on_its_states_in_others():
+    rng = np.random.default_rng(0)
+    kind = rng.binomial(1, 0.6, 40)
+    labels = np.where(rng.random((40, 2)) < 0.85, kind[:, None], 1 - kind[:, None])
+    seen = rng.random((40, 2)) < 0.7
+    seen[0] = [True, False]
+    posterior = RVGA(labels_of_two).run({"labels": labels, "seen": seen}, progress_bar=False)
+    program = posterior.program
+    theta = posterior.sample_unconstrained(jax.random.key(0), (1,))[0]
+    found = program.log_likelihood(theta, program.inputs(program.rows({"labels": labels, "seen": seen})))
+    sites = program.constrain(theta)
+    by_kind = []
+    for state, probability in ((1, sites["share"]), (0, 1 - sites["share"])):
+        says_one = sites["right"] if state else 1 - sites["right"]
+        each = np.where(labels == 1, np.log(says_one), np.log1p(-says_one))
+        by_kind.append(np.log(probability) + np.where(seen, each, 0).sum(axis=1))
+    np.testing.assert_allclose(sum(x.sum() for x in found.values()), np.logaddexp(*by_kind).sum(), rtol=1e-10)

@@ -52,7 +52,7 @@ class BoundLikelihood(BoundPrior):
     def _read_likelihood(self, rows: Arrays, row_facts: RowFacts | None) -> list[RowCheck]:
         """Set the terms, and which priors they are part of. What is returned checks that later rows are like these."""
         self._readers: dict = {}  # what :meth:`find_sparsity` has compiled, for copies of the program too
-        self._components, checks = self._find_components(), []
+        self._components, checks = self._find_components(rows), []
         integrated = self._integrated_terms(rows, row_facts, checks)
         self.mixed_sites = frozenset(self._tied.intersection(self.layout.site_names))
         all_terms = [terms for terms, *_ in integrated if terms is not None]
@@ -95,13 +95,15 @@ class BoundLikelihood(BoundPrior):
         self._num_pieces = math.gcd(*[terms.num_elements for terms in all_terms if not terms.by_draws]) or 1
         return tuple(by_piece(terms, self._num_pieces) for terms in all_terms)
 
-    def _find_components(self) -> tuple[Component, ...]:
+    def _find_components(self, rows: Arrays) -> tuple[Component, ...]:
         if self.row_latents is None:
             return ()
         row, size = {**self.example_row, **self.shared_elsewhere}, self.layout.size
         # A latent site's prior may depend on states of all data too: given theta, it is observed as any outcome is.
         latents = [name for name in self.layout.site_names if name not in self._improper] if self.whole else []
-        return components_of(self._row_records, self.row_latents, size, self.dtype, row, (*self._row_sites, *latents))
+        some = None if self.whole else selected(dict(rows), linspace_indices(num_rows(rows), EXAMPLE_ROWS))
+        observed = (*self._row_sites, *latents)
+        return components_of(self._row_records, self.row_latents, size, self.dtype, row, observed, some)
 
     def _integrated_terms(
         self, rows: Arrays, facts: RowFacts | None, checks: list[RowCheck]

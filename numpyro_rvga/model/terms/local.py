@@ -20,13 +20,15 @@ import numpy as np
 from jax import Array
 
 from ...core.expectations.elimination import MAX_STATES, StateSum, by_elimination, over_all_states
-from ..data.rows import Arrays
+from ..data.rows import Arrays, linspace_indices, num_rows, selected
 from ..handlers.failures import UnboundedStates
 from ..handlers.tracing import SiteRecord, elements
 from .dependence import connected, dependence
 from .local_sites import LocalSites
 
 MAX_FORMS = 4  # of terms that share sites
+MOST_SHOWN = 2**14  # terms with each state of each variable, in all rows that show what depends on what;
+FEWEST_SHOWN = 8  # but not fewer rows than these
 # How many continuous variables, the sites of the discrete ones, and sites and discrete variables of the terms.
 Form = tuple[int, tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]]
 Tie = tuple[np.ndarray, np.ndarray]  # terms, and the variables that they share
@@ -66,22 +68,32 @@ class Component(NamedTuple):
 
 
 def components_of(
-    records: Records, local: LocalSites, size: int, dtype: jnp.dtype, row: Arrays, observed: tuple[str, ...]
+    records: Records,
+    local: LocalSites,
+    size: int,
+    dtype: jnp.dtype,
+    row: Arrays,
+    observed: tuple[str, ...],
+    rows: Arrays | None = None,
 ) -> tuple[Component, ...]:
     """Which terms of a row belong together.
 
     :param records: (theta and z (P + K,), row, values of the discrete sites) -> the records of a run on the row.
-    :param size: P.
+    :param size: P. :param row: what it takes. :param rows: the arrays of some rows, (R, ...), in place of those in
+        ``row``: what is missing in one row depends on nothing there, and in others it does.
     """
     names = (*observed, *local.site_names)
 
-    def terms(theta: Array, states: Mapping[str, Array]) -> list[Array]:
+    def terms(theta: Array, states: Mapping[str, Array], row: Arrays = row) -> list[Array]:
         of_sites = records(theta, row, states)
         return [elements(of_sites[name]) for name in names]
 
     theta = jnp.zeros(size + local.continuous.size, dtype)
     counts = [x.size for x in jax.eval_shape(terms, theta, local.first_states())]
-    depends = dependence(lambda *at: jnp.concatenate(terms(*at)), local, size, dtype)
+    if rows is None:
+        depends = dependence(lambda *at: jnp.concatenate(terms(*at)), local, size, dtype)
+    else:
+        depends = _dependence_in_rows(terms, local, size, dtype, row, rows, sum(counts))
     site_of = np.repeat(np.arange(len(names)), counts)
     index_in_site = np.concatenate([np.arange(n) for n in counts])
     num_continuous = local.continuous.size
@@ -113,6 +125,29 @@ def components_of(
     return tuple(
         c if names.count(c.name) == 1 else c._replace(name=f"{c.name} ({i})") for i, c in enumerate(components)
     )
+
+
+def _dependence_in_rows(
+    terms: Callable[..., list[Array]],
+    local: LocalSites,
+    size: int,
+    dtype: jnp.dtype,
+    row: Arrays,
+    rows: Arrays,
+    num_terms: int,
+) -> np.ndarray:
+    """Which terms of a row change with which variables in any of some rows, (terms, K + D)."""
+    tried = max(num_terms * sum(len(local.states[name]) for name, _ in local.entries), 1)
+    shown = selected(dict(rows), linspace_indices(num_rows(rows), max(FEWEST_SHOWN, MOST_SHOWN // tried)))
+
+    def of_rows(theta: Array, states: Mapping[str, Array]) -> Array:
+        def of_one(own: Arrays) -> Array:
+            return jnp.concatenate(terms(theta, states, {**row, **{name: x[None] for name, x in own.items()}}))
+
+        return jax.vmap(of_one)(shown).ravel()
+
+    depends = dependence(of_rows, local, size, dtype)
+    return np.any(depends.reshape(num_rows(shown), num_terms, -1), axis=0)
 
 
 def _of_few_forms(ties: list[Tie], forms: list[Form]) -> list[Tie]:
