@@ -191,7 +191,7 @@ class Draws(NamedTuple):
 
     def _of_sites(self, names: list[str]) -> Draws:
         """The draws of these sites alone."""
-        columns = [self.indices[name] for name in names]
+        columns = [np.ravel(self.indices[name]) for name in names]
         ends = np.cumsum([len(of_site) for of_site in columns])
         places = np.split(np.arange(ends[-1]), ends[:-1])
         return self._replace(z=self.z[:, np.concatenate(columns)], indices=dict(zip(names, places)))

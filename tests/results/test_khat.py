@@ -219,8 +219,8 @@ def test_verdicts_say_what_can_be_done(khat, can_integrate, steps):
 
 
 def test_sites_that_are_undefined_in_some_batches_are_left_out_of_all():
-    some = Draws(np.arange(8.0).reshape(4, 2), np.zeros(4), np.zeros(4), 3, {"x": np.array([0]), "y": np.array([1])})
-    others = Draws(np.array([[9.0]] * 4), np.ones(4), np.ones(4), 3, {"x": np.array([0])})
+    some = Draws(np.arange(8.0).reshape(4, 2), np.zeros(4), np.zeros(4), 3, {"x": np.array(0), "y": np.array([1])})
+    others = Draws(np.array([[9.0]] * 4), np.ones(4), np.ones(4), 3, {"x": np.array(0)})
     joined = some.joined([others])
     np.testing.assert_array_equal(joined.z[:, 0], [0, 2, 4, 9, 9, 9, 6, 9])
     assert joined.num_samples == 6 and list(joined.indices) == ["x"]
