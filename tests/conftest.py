@@ -47,8 +47,8 @@ def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
 
 
 @pytest.fixture
-def count_compilations() -> Iterator[Callable[[Callable[[], object]], int]]:
-    """A function -> how many programs XLA compiles, or takes from a file, while it runs."""
+def count_compilations() -> Iterator[Callable[[Callable[[], object]], tuple[int, object]]]:
+    """A function -> how many programs XLA compiles, or takes from a file, while it runs, and what it returns."""
     import jax  # here: after the settings above
 
     events: list[str] = []
@@ -56,10 +56,10 @@ def count_compilations() -> Iterator[Callable[[Callable[[], object]], int]]:
     def listen(event: str, *_: object, **__: object) -> None:
         events.append(event)
 
-    def count(function: Callable[[], object]) -> int:
+    def count(function: Callable[[], object]) -> tuple[int, object]:
         events.clear()
-        function()
-        return sum("backend_compile" in event for event in events)
+        returned = function()
+        return sum("backend_compile" in event for event in events), returned
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield count

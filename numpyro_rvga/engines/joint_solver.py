@@ -67,7 +67,7 @@ class JointProblem(NamedTuple):
         return kind.by_few_draws(self.is_coarse)
 
     def kind_of_prior(self, search: Search, kind: Kind) -> Kind:
-        """The same of a prior term. Those of many nodes are few, if they are no averages."""
+        """The same of a prior term: few nodes replace averages over many, and nothing else."""
         return self.kind_of_row(search, kind) if kind.sampled else kind.by_few_draws(self.is_coarse)
 
     @property

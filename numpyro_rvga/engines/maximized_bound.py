@@ -128,18 +128,18 @@ class MaximizedBound:
         exactly = self.is_exact
         solution = solve_quadratic(search, joint, start[0]) if exactly else solve_joint_traced(search, joint)
         mean, root = solution.mean, solution.root
-        inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
+        covariance_root = _covariance_root(root)
 
         def bound(params: Array) -> Array:
             _, joint = self._parts(params, chunks, start)
-            return bound_at(joint, joint.start().base, mean, inverse.T)[0]
+            return bound_at(joint, joint.start().base, mean, covariance_root)[0]
 
         return Maximum(_bound_of(solution), jax.grad(bound)(params), (mean, root @ root.T), solution.converged)
 
     def _left_by_few_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
         """The squared natural gradient at q by corrected expectations."""
         (mean, precision), (_, joint) = start, self._parts(params, chunks, start, is_corrected=jnp.asarray(True))
-        base, root = joint.start().base, _covariance_root(precision)
+        base, root = joint.start().base, _covariance_root(jnp.linalg.cholesky(precision))
         of_base, linear = base_terms(base, mean)
         sums = bound_at(joint, base, mean, root)[1]
         in_mean = root.T @ (sums.gradient + linear - of_base @ mean)
@@ -149,7 +149,8 @@ class MaximizedBound:
     def _by_many_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
         """The bound at a q, by many nodes."""
         (mean, precision), (_, joint) = start, self._parts(params, chunks, start, nodes="values")
-        return bound_at(joint, joint.start().base, mean, _covariance_root(precision))[0]
+        root = _covariance_root(jnp.linalg.cholesky(precision))
+        return bound_at(joint, joint.start().base, mean, root)[0]
 
     def _moments(self, params: Array, start: Start) -> tuple[Array, Array]:
         state, (mean, precision) = self.engine.program.initial_state_at(params), start
@@ -248,9 +249,9 @@ class SparseMaximizedBound:
         return form.variances(root)[self._order.back]
 
 
-def _covariance_root(precision: Array) -> Array:
-    """An upper triangular root (P, P) of the precision's inverse."""
-    return solve_lower(jnp.linalg.cholesky(precision), jnp.eye(len(precision), dtype=precision.dtype)).T
+def _covariance_root(factor: Array) -> Array:
+    """An upper triangular root (P, P) of the covariance. ``factor``: the Cholesky factor of the precision."""
+    return solve_lower(factor, jnp.eye(len(factor), dtype=factor.dtype)).T
 
 
 def _maximum_of(solution: Solution) -> Maximum:

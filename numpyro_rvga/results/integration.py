@@ -48,8 +48,7 @@ Bound = MaximizedBound | SparseMaximizedBound | LogDensity
 MOST_ON_LATTICE = 2  # parameters
 MOST_BY_IMPORTANCE = 30
 MOST_INTEGRATED = 200
-NUM_OTHER_STARTS = 6  # of q given the best hyperparameters, where it may have other maxima:
-HIGHER = 0.5  # nats, by which one is better
+NUM_OTHER_STARTS = 6  # of q given the best hyperparameters, where it may have other maxima
 FEW_TRIALS = 2  # of the prior for each parameter, where each point takes long
 LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
 MOST_PARAMETERS = 500
@@ -172,20 +171,20 @@ class Integration:
 
         with progress(progress_bar, None, "L(h)", "it") as bar:
 
-            def found(nearby: np.ndarray | None, num_trials: int) -> tuple[Marginal, Mode]:
+            def found(bound: Bound, nearby: np.ndarray | None, num_trials: int) -> tuple[Marginal, Mode]:
                 marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
                 mode = find_mode(marginal, mean, deviation, nearby, num_trials)
-                other = _from_other_starts(bound, marginal, mode.point.h, chunks, len(others), program.dtype)
-                if other is None or other.bound <= mode.point.bound + HIGHER:
+                higher = _from_other_starts(bound, marginal, mode.point, chunks, len(others), program.dtype)
+                if higher is None:
                     return marginal, mode
-                marginal = marginal.begun_again(other)
-                return marginal, find_mode(marginal, mean, deviation, other.h, FEW_TRIALS)
+                marginal = marginal.begun_again(higher)
+                return marginal, find_mode(marginal, mean, deviation, higher.h, FEW_TRIALS)
 
             nearby = None if start is None else np.asarray(start)[indices]
-            marginal, mode = found(nearby, NUM_TRIALS if solved is None else FEW_TRIALS)
+            marginal, mode = found(bound, nearby, NUM_TRIALS if solved is None else FEW_TRIALS)
             if isinstance(bound, MaximizedBound) and bound.by_few_nodes and not _is_found(bound, chunks, mode.point):
                 bound = MaximizedBound.of(bound.engine)
-                marginal, mode = found(mode.point.h, FEW_TRIALS)
+                marginal, mode = found(bound, mode.point.h, FEW_TRIALS)
             integral = None
             if len(indices) <= MOST_ON_LATTICE:
                 integral = integrate_lattice(marginal, mode, moments)
@@ -334,17 +333,13 @@ def _marginal(
 
 
 def _from_other_starts(
-    bound: Bound, marginal: Marginal, h: np.ndarray, chunks: Any, size: int, dtype: DTypeLike
+    bound: Bound, marginal: Marginal, mode: Point, chunks: Any, size: int, dtype: DTypeLike
 ) -> Point | None:
-    """The highest of the points at h that solves from draws of the prior lead to; None where one start is as good as
-    others.
-
-    :param size: of x.
-    """
+    """A higher point at the h of the mode, if solves from draws of the prior lead to one. ``size``: of x."""
     if bound.is_log_concave:
         return None
-    draws = np.random.default_rng(0).normal(size=(NUM_OTHER_STARTS, size))
-    return marginal.from_elsewhere(h, (bound.begin(jnp.asarray(h, dtype), chunks, draw) for draw in draws))
+    draws, h = np.random.default_rng(0).normal(size=(NUM_OTHER_STARTS, size)), jnp.asarray(mode.h, dtype)
+    return marginal.higher_than(mode, (bound.begin(h, chunks, draw) for draw in draws))
 
 
 def _is_found(bound: MaximizedBound, chunks: Any, point: Point) -> bool:

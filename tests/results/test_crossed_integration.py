@@ -87,7 +87,7 @@ def test_a_second_run_compiles_nothing(monkeypatch, count_compilations):
     monkeypatch.setattr(integration, "MOST_PARAMETERS", 10)
     method = FixedPointVI(effects, integrate="auto")
     method.run(ROWS, progress_bar=False)
-    assert count_compilations(lambda: method.run(ROWS, progress_bar=False)) == 0
+    assert count_compilations(lambda: method.run(ROWS, progress_bar=False))[0] == 0
 
 
 def test_scales_and_effects_are_those_of_quadrature(posterior):

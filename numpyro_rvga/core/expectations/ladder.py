@@ -36,6 +36,7 @@ from .quadrature import (
     factor_of,
     fifth_degree,
     fifth_degree_nodes,
+    fifth_degree_rule,
     iterated,
     natural_size,
     num_cube_nodes,
@@ -83,7 +84,7 @@ def expectations(
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
     if effort == "few":
         first = partial(_by_first_rule, phi, num_predictors, tolerances)
-        few = _differentiable(lambda *factors: first(*factors)[1:], phi, fifth_degree_nodes(num_predictors)[:2])
+        few = _differentiable(lambda *factors: first(*factors)[1:], phi, fifth_degree_rule(num_predictors))
 
         def by_few_nodes(*factors: Any, is_corrected: Array | None = None) -> tuple[Moments, Array]:
             return few(*factors) if is_corrected is None else first(*factors, is_corrected=is_corrected)[1:]
@@ -97,7 +98,7 @@ def expectations(
     if num_predictors in SLOPE_NODES:
         slope_nodes = hermite_rule(num_predictors, SLOPE_NODES[num_predictors])
     else:
-        slope_nodes = fifth_degree_nodes(num_predictors)[:2]
+        slope_nodes = fifth_degree_rule(num_predictors)
     return _differentiable(measure, phi, slope_nodes)
 
 
@@ -272,9 +273,9 @@ def _differentiable(expect: Callable, phi: PHI, slope_nodes: tuple[np.ndarray, n
     in reverse mode. Its loops are not: E[grad phi] and E[hess phi] / 2 are the slopes in mean and covariance, and the
     slopes in phi's constants are expectations too.
 
-    :param slope_nodes: at which these are: positions (K, C), of which the first are used, and as many weights.
+    :param slope_nodes: of these: positions (K, C) and weights (K,).
     """
-    z, weights = slope_nodes[0][: len(slope_nodes[1])], slope_nodes[1]
+    z, weights = slope_nodes
 
     def of_constants(mean: Array, covariance: Array, constants: PyTree) -> Array:
         root, _ = semidefinite_factor(covariance)

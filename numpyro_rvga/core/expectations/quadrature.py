@@ -128,6 +128,12 @@ def fifth_degree_nodes(size: int) -> tuple[np.ndarray, np.ndarray, tuple]:
     return points, np.array(weights), (units, reach, indices)
 
 
+def fifth_degree_rule(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The points (K, C) of :func:`fifth_degree_nodes` that have weights, and these (K,)."""
+    points, weights, _ = fifth_degree_nodes(size)
+    return points[: len(weights)], weights
+
+
 def _corrected(moments: Moments, factor: Factor, units: Array, even: Array, odd: Array) -> Moments:
     """The moments with gradient and curvature corrected for the sixth and seventh derivatives along lines.
 
@@ -191,8 +197,7 @@ def num_cube_nodes(num_predictors: int) -> int:
 @functools.cache
 def _cube_nodes(size: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions (K, C) of the nodes of three rules, and the weights (3, K) of each."""
-    points, few, _ = fifth_degree_nodes(size)
-    rules = [(points[: len(few)], few)]
+    rules = [fifth_degree_rule(size)]
     for count in CUBE_NODES[size]:
         z, weights = hermite_rule(size, count)
         rules.append((z[weights > LEAST_WEIGHT], weights[weights > LEAST_WEIGHT]))

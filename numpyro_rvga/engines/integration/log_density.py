@@ -27,19 +27,17 @@ class LogDensity:
     """L(h) = log p(y, h) with h all latent sites, as :class:`~.maximized_bound.MaximizedBound` has it: of an x without
     entries, for which there is nothing to maximize. Its chunks of rows are :func:`weighted_rows`."""
 
+    is_log_concave = True  # in the entries that are none
+
     def __init__(self, program: Program):
         self.program = program
         self._nothing = jnp.zeros(0, program.dtype), jnp.zeros((0, 0), program.dtype)
 
         def log_joint(h: Array, rows: dict[str, Array], weights: Array) -> Array:
             terms = program.log_likelihood(h, rows).values()
-            if program.whole:
-                return program.log_prior(h) + sum(jnp.sum(x) for x in terms)
-            return program.log_prior(h) + sum(weights @ jnp.sum(x.reshape(len(x), -1), axis=1) for x in terms)
+            return program.log_prior(h) + sum(weights @ jnp.sum(x.reshape(len(weights), -1), axis=1) for x in terms)
 
         self._evaluate = jit(jax.value_and_grad(log_joint))
-
-    is_log_concave = True  # in the entries that are none
 
     def begin(self, params: Array, chunks: PyTree, mean: np.ndarray | None = None) -> Start:
         """There is nothing to start from."""

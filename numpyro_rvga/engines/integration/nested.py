@@ -112,10 +112,11 @@ class Marginal:
             self._keep(point)
         return point
 
-    def from_elsewhere(self, h: np.ndarray, starts: Iterable[Start]) -> Point:
-        """The highest of the points at h to which solves from some starts lead: given h, the bound may have several
+    def higher_than(self, point: Point, starts: Iterable[Start]) -> Point | None:
+        """A higher point at the same h, if solves from some starts lead to one: given h, the bound may have several
         maxima."""
-        return max((self._point(h, start) for start in starts), key=lambda point: point.bound)
+        highest = max((self._point(point.h, start) for start in starts), key=lambda point: point.bound)
+        return highest if highest.bound > point.bound + ABOVE else None
 
     def begun_again(self, point: Point) -> Marginal:
         """The marginal that knows this point alone, from whose q others are then reached."""
