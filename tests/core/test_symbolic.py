@@ -47,6 +47,12 @@ def correlated_effects(t, g):
     return jnp.sin(effects[g, 0]) + effects[g, 1]
 
 
+def column_of_correlated_effects(t, g):
+    factor = jnp.array([[1.0, 0.0], [0.6, 0.8]])
+    effects = t[2:].reshape(2, 2) @ (jnp.exp(t[:2])[:, None] * factor).T
+    return jnp.sin(1.0 + effects[:, 0])[g] * effects[:, 0][g]
+
+
 def horseshoe_line(t, g):
     return jnp.cos(jnp.exp(t[0]) * jnp.exp(t[1:])[g])
 
@@ -131,6 +137,7 @@ EXAMPLES = {
         lambda t, g: jnp.sin((jnp.exp(t[:2]) * jnp.eye(2) @ t[2:].reshape(2, 2))[0, g]), 4, (B,)
     ),
     "entry of a product of correlated effects": Example(correlated_effects, 4, (B,)),
+    "entry of a column of a product": Example(column_of_correlated_effects, 3, (B,)),
     "row of a batch of products": Example(
         lambda t, g: jnp.sum(jnp.sin(jnp.exp(t[:4]).reshape(2, 2, 1) @ t[4:].reshape(2, 1, 1)).ravel()[g]), 2, (G,)
     ),
@@ -161,11 +168,27 @@ EXAMPLES = {
         lambda t, g: jnp.sin(jnp.concatenate([jnp.exp(t[:3]), jnp.cosh(t[3:])])[g]), 2, (G,)
     ),
     "one class and all of them": Example(lambda t, g: jax.nn.log_softmax(t.reshape(2, 3)[1])[g], 3, (G,)),
+    "one class and all of them, in a row": Example(
+        lambda t, g: jnp.ravel(jax.nn.log_softmax(jnp.cosh(t).reshape(2, 3), axis=-1)[g[None], 1]).sum(), 3, (B,)
+    ),
     "unpacked": Example(lambda t: (lambda a, b, c: jnp.sin(a[1]) * b[0])(*jnp.exp(t).reshape(3, 2)), 2),
     "split": Example(lambda t: jnp.sin(jnp.split(jnp.cosh(t), 3)[1][0]), 1),
     "unstack to numbers": Example(lambda t: jnp.sin(jnp.unstack(jnp.cosh(t))[1]), 1),
     "unstack to rows": Example(lambda t: jnp.sin(jnp.unstack(jnp.cosh(t).reshape(2, 3), axis=1)[2][1]), 1),
-    "beyond the end": Example(lambda t, g: jnp.nan_to_num(jnp.take(jnp.cosh(t), g + 9)), 6, (G,)),
+    "beyond the end": Example(lambda t, g: jnp.nan_to_num(jnp.take(jnp.cosh(t), g + 9)), 1, (G,)),
+    "taken": Example(lambda t, g: jnp.sin(jnp.take(jnp.cosh(t), g)), 1, (G,)),
+    "taken along an axis": Example(
+        lambda t, g: jnp.take_along_axis(jnp.cosh(t).reshape(2, 3), g[None, None], axis=1)[1, 0], 1, (G,)
+    ),
+    "written into zeros": Example(lambda t, g: jnp.zeros(SIZE).at[1:].set(jnp.cosh(t[0]) * jnp.sin(t[1:]))[g], 2, (G,)),
+    "a written column": Example(
+        lambda t, g: jnp.ones((3, 2)).at[:, 1].set(jnp.cosh(t[:3])).at[:, 0].set(jnp.cosh(t[3:]))[g, 1], 1, (G,)
+    ),
+    "a written window": Example(
+        lambda t, g: jnp.sin(jax.lax.dynamic_update_slice(jnp.cosh(t), jnp.exp(t[:2]), (3,))[g]), 2, (G,)
+    ),
+    "padded after a nonlinear step": Example(lambda t, g: jnp.pad(jnp.cosh(t[:3]), (1, 2))[g], 1, (G,)),
+    "tiled": Example(lambda t, g: jnp.tile(jnp.cosh(t[:3]), 2)[g], 1, (G,)),
     "a window": Example(lambda t, g: jnp.prod(jax.lax.dynamic_slice(jnp.cosh(t), (g,), (2,))), 2, (G,)),
     "every other, turned round": Example(lambda t: jnp.prod(jnp.cosh(t)[::-2][1:]), 2),
     # exponentials multiply by adding exponents

@@ -17,6 +17,7 @@ from .indices import columns_of, index_of
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value, ancestors
 from .parallel_loops import constant_outputs, in_parallel
+from .placing import placed
 from .primitives import (
     BILINEAR_PRIMITIVES,
     LINEAR_PRIMITIVES,
@@ -92,7 +93,8 @@ class Graph(NodeCache):
             return self.whole(eqn, inputs, AFFINE)
         if elementwise:
             return [self.pointwise(eqn, inputs)]
-        return self.whole(eqn, inputs, OPAQUE)
+        put_in_place = placed(self, eqn, inputs)
+        return self.whole(eqn, inputs, OPAQUE) if put_in_place is None else [put_in_place]
 
     # ------------------------------------------------------------------ building nodes
     def whole(self, eqn, inputs, kind) -> list[Value]:
@@ -252,16 +254,23 @@ class Graph(NodeCache):
 
     # ------------------------------------------------------------------ indexing and reshaping
     def select(self, eqn, inputs: list[Value]) -> Value | None:
-        """None: this selects in another way than entry by entry."""
-        name, indices = eqn.primitive.name, None
+        """None: this selects in another way than entry by entry. Where entries out of bounds are NaN, that is added."""
+        name, indices, beside = eqn.primitive.name, None, None
         if name == "gather":
             indices = columns_of(inputs[1])
             if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP and not are_inside(eqn, indices):
-                return None
+                fill = eqn.params["fill_value"]
+                if not is_float(inputs[0].dtype) or not (fill is None or np.isnan(fill)):
+                    return None
+                zeros = self.constant(np.zeros(inputs[0].shape, inputs[0].dtype))
+                (beside,) = self.whole(eqn, [zeros, *inputs[1:]], CONSTANT)
         elif name == "dynamic_slice":
             indices = [index_of(v.rest_node, ()) for v in inputs[1:]]
         selection = selection_of(eqn, indices)
-        return None if selection is None else selected_value(self, inputs[0], selection)
+        if selection is None:
+            return None
+        entries = selected_value(self, inputs[0], selection)
+        return entries if beside is None else self.add(eqn.outvars[0].aval, entries, beside, sign=1)
 
     def parts(self, eqn, value: Value) -> list[Value]:
         """An array cut into pieces."""

@@ -36,6 +36,7 @@ class Node:
         "unwraps",
         "params",
         "selection",
+        "pushed",
     )
 
     def __init__(self, kind, shape, dtype, parents=(), apply=None, in_shapes=None, name="", operand=None, params=None):
@@ -48,6 +49,7 @@ class Node:
         self.unwraps: Node | None = None  # for a sum of predictors: likewise
         self.params: Any = params  # of its equation
         self.selection: Any = None  # of its first parent's entries, if it is one
+        self.pushed: tuple[Node, Any] | None = None  # the node that a rule has pushed a selection through, and that
         self.serial = next(_serial)
 
     @property

@@ -23,10 +23,10 @@ POINTWISE_PRIMITIVES = frozenset(
     zeta""".split()
 )
 SELECTING_PRIMITIVES = frozenset(
-    "reshape squeeze expand_dims broadcast_in_dim transpose rev slice dynamic_slice gather".split()
+    "reshape squeeze expand_dims broadcast_in_dim tile transpose rev slice dynamic_slice gather".split()
 )
 LINEAR_PRIMITIVES = frozenset(
-    """reduce_sum cumsum concatenate stack unstack split tile pad dynamic_update_slice scatter scatter-add scatter_add
+    """reduce_sum cumsum concatenate stack unstack split pad dynamic_update_slice scatter scatter-add scatter_add
     real imag""".split()
 )
 BILINEAR_PRIMITIVES = frozenset(["dot_general", "conv_general_dilated"])

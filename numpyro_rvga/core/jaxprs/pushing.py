@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .entries import without_repetition
 from .like_pieces import LikePieces, chosen_from_pieces, inside_piece, only_piece, piece_number
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value
 from .primitives import ARITHMETIC, freeze
@@ -29,7 +30,6 @@ from .selection import (
     select_entries,
     trailing,
     with_trailing,
-    without_repetition,
 )
 
 MOST_COUNTED = 4096  # entries of an affine node whose columns are listed one by one
@@ -81,11 +81,20 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
         return made
     if node.selection is not None:
         return selected(graph, node.parents[0], composed(node.selection, selection))
-    if node.kind != CONSTANT and node.name in RULES and selection.size < node.size:
-        made = RULES[node.name](graph, node, selection)
-        if made is not None:
-            return made
-    return selection_node(node, selection)
+    if node.pushed is not None:
+        pushed_through, inner = node.pushed
+        return selected(graph, pushed_through, composed(inner, selection))
+    made = _pushed(graph, node, selection) if node.kind != CONSTANT and node.name in RULES else None
+    return selection_node(node, selection) if made is None else made
+
+
+def _pushed(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
+    """By the rule for the node, of each entry once; None if it has none, or all entries are asked for."""
+    few, back = without_repetition(selection)
+    repeats = few.size < selection.size
+    asked = few if repeats else selection
+    made = RULES[node.name](graph, node, asked) if asked.size < node.size else None
+    return made if made is None or not repeats or made.shape == () else selection_node(made, back)
 
 
 def selection_node(node: Node, selection: Selection) -> Node:
@@ -366,7 +375,9 @@ def _made(
     in_shapes = [*[shape for _, shape in sides], *[index.shape for index in traced]]
     numbers = tuple(index.key if index.is_constant else None for index in indices)
     params = {"of": node.name, "params": freeze(node.params), "in_shapes": node.in_shapes, "indices": numbers}
-    return Node(OPAQUE, selection.shape, node.dtype, parents, apply, in_shapes, "pushed", params=params)
+    made = Node(OPAQUE, selection.shape, node.dtype, parents, apply, in_shapes, "pushed", params=params)
+    made.pushed = node, selection
+    return made
 
 
 RULES: dict[str, Callable[..., Node | None]] = {

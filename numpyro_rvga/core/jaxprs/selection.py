@@ -19,20 +19,20 @@ from jax.extend.core import JaxprEqn
 from .nodes import CONSTANT, Node, ancestors, evaluate_nodes
 from .primitives import form_of
 
-LARGEST_MAP = 2**16  # entries of an array of which it is looked up where a selection has them
-
 
 class Index(NamedTuple):
     """Places along one axis of the operand.
 
     :ivar shape: it has the result's number of axes, and length one along those that it does not depend on.
     :ivar value: numbers of that shape, or a node that has them.
-    :ivar origin: how the node was made: equal for equal indices.
+    :ivar origin: how the node was made: equal for indices that are equal but for axes of length one.
+    :ivar read: another index, and the selection of its entries (without axes of length one) that these are; or None.
     """
 
     shape: tuple[int, ...]
     value: np.ndarray | Node
     origin: tuple = ()
+    read: tuple[Index, Selection] | None = None
 
     @property
     def is_constant(self) -> bool:
@@ -51,8 +51,15 @@ class Index(NamedTuple):
         return self.value
 
     @property
+    def source(self) -> tuple:
+        """Equal for indices that are equal but for axes of length one."""
+        if self.is_constant:
+            return without_ones(self.shape), self.numbers.tobytes()
+        return self.origin or (self.node.serial,)
+
+    @property
     def key(self) -> tuple:
-        return self.shape, self.numbers.tobytes() if self.is_constant else self.origin or self.node.serial
+        return self.shape, self.source
 
 
 class Selection(NamedTuple):
@@ -73,6 +80,11 @@ class Selection(NamedTuple):
         return self.shape, tuple(index.key for index in self.indices)
 
     @property
+    def source(self) -> tuple:
+        """Equal for selections that are equal but for axes of length one."""
+        return without_ones(self.shape), _sources(self.indices)
+
+    @property
     def nodes(self) -> list[Node]:
         """The traced indices."""
         return [index.node for index in self.indices if not index.is_constant]
@@ -85,6 +97,16 @@ class Selection(NamedTuple):
         """Places in the flattened operand, of constant indices."""
         positions = np.broadcast_arrays(*[index.numbers for index in self.indices])
         return np.ravel_multi_index(positions, operand_shape)
+
+
+def without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(length for length in shape if length > 1)
+
+
+def _sources(indices: Sequence[Index]) -> tuple:
+    """Equal for indices that are equal but for axes along which all of them have length one."""
+    axes = [axis for axis, lengths in enumerate(zip(*[index.shape for index in indices])) if max(lengths) > 1]
+    return tuple((tuple(index.shape[axis] for axis in axes), index.source) for index in indices)
 
 
 def constant_index(value: np.ndarray) -> Index:
@@ -106,8 +128,10 @@ def everything(shape: Sequence[int]) -> Selection:
 
 def with_trailing(index: Index, count: int) -> Index:
     """The same with so many further axes, on which it does not depend."""
-    shape = (*index.shape, *[1] * count)
-    return index._replace(shape=shape, value=_reshaped(index.value, shape), origin=(index.key, shape))
+    shape, read = (*index.shape, *[1] * count), index.read
+    if read is not None:
+        read = read[0], Selection(shape, tuple(with_trailing(i, count) for i in read[1].indices))
+    return Index(shape, _reshaped(index.value, shape), index.source, read)
 
 
 def of_indices(indices: Sequence[Index], num_axes: int) -> Selection:
@@ -158,15 +182,22 @@ def composed(inner: Selection, outer: Selection) -> Selection:
 
 def _index_at(index: Index, outer: Selection) -> Index:
     """The index, where another selection reads it."""
-    count = len(outer.shape)
+    if index.read is not None:
+        table, chosen = index.read
+        return _read(table, composed(chosen, outer).indices, len(outer.shape))
     axes = [axis for axis, length in enumerate(index.shape) if length > 1]
-    if not axes and index.is_constant:
-        return constant_index(index.numbers.reshape((1,) * count))
-    at = [outer.indices[axis] for axis in axes]
-    if index.is_constant and len(axes) == 1 and np.array_equal(index.numbers.ravel(), np.arange(index.numbers.size)):
+    return _read(index, [outer.indices[axis] for axis in axes], len(outer.shape))
+
+
+def _read(index: Index, at: Sequence[Index], num_axes: int) -> Index:
+    """The index at places along its axes that are longer than one."""
+    if not at:
+        one = (1,) * num_axes
+        return Index(one, _reshaped(index.value, one), index.source)
+    if index.is_constant and len(at) == 1 and np.array_equal(index.numbers.ravel(), np.arange(index.numbers.size)):
         return at[0]
-    squeezed = tuple(index.shape[axis] for axis in axes)
-    shape = tuple(np.broadcast_shapes(*[i.shape for i in at])) if at else (1,) * count
+    squeezed = without_ones(index.shape)
+    shape = tuple(np.broadcast_shapes(*[i.shape for i in at]))
     if index.is_constant and all(i.is_constant for i in at):
         return constant_index(np.broadcast_to(index.numbers.reshape(squeezed)[tuple(i.numbers for i in at)], shape))
     operand = index.node if not index.is_constant else _constant(index.numbers)
@@ -178,7 +209,7 @@ def _index_at(index: Index, outer: Selection) -> Index:
     in_shapes = [index.shape, *chosen.node_shapes]
     parents, values = [operand, *chosen.nodes], possible_values(index)
     made = Node(CONSTANT, shape, operand.dtype, parents, apply, in_shapes, "index", params=values)
-    return Index(shape, made, ("at", index.key, chosen.key))
+    return Index(shape, made, ("at", index.source, *_sources(at)), (index, chosen))
 
 
 def possible_values(index: Index) -> np.ndarray | None:
@@ -186,42 +217,6 @@ def possible_values(index: Index) -> np.ndarray | None:
     if index.is_constant:
         return np.unique(index.numbers)
     return index.node.params if index.node.name == "index" else None
-
-
-def places_within(operand_shape: tuple[int, ...], inner: Selection, outer: Selection) -> np.ndarray | None:
-    """Where the result of ``inner`` has each entry of the operand, as an array of the operand's shape: -1 for nowhere.
-    None if the result of ``outer`` may have entries that are nowhere there."""
-    if inner.nodes or math.prod(operand_shape) > LARGEST_MAP:
-        return None
-    positions = np.full(operand_shape, -1)
-    at = tuple(np.broadcast_to(index.numbers, inner.shape) for index in inner.indices)
-    positions[at] = np.arange(inner.size).reshape(inner.shape)
-    values = [possible_values(index) for index in outer.indices]
-    axes = [np.arange(n) if v is None else v for v, n in zip(values, operand_shape)]
-    return positions if (positions[np.ix_(*axes)] >= 0).all() else None
-
-
-def is_same_entry(one: Selection, other: Selection) -> bool:
-    """Whether both select one entry, by the same indices."""
-    if math.prod(one.shape) != 1 or math.prod(other.shape) != 1:
-        return False
-    return all(a.value is b.value or _are_same_numbers(a, b) for a, b in zip(one.indices, other.indices))
-
-
-def _are_same_numbers(a: Index, b: Index) -> bool:
-    return a.is_constant and b.is_constant and np.array_equal(a.numbers.ravel(), b.numbers.ravel())
-
-
-def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
-    """A selection as one of each entry once, as far as the indices are constant, and one of these."""
-    if selection.nodes:
-        few = of_indices(selection.indices, len(selection.shape))
-        return few, broadcast_selection(few.shape, selection.shape)
-    uniques = [np.unique(index.numbers, return_inverse=True) for index in selection.indices]
-    shape = tuple(len(values) for values, _ in uniques)
-    few = [values.reshape([-1 if a == i else 1 for a in range(len(shape))]) for i, (values, _) in enumerate(uniques)]
-    back = [constant_index(at.reshape(index.shape)) for (_, at), index in zip(uniques, selection.indices)]
-    return Selection(shape, tuple(map(constant_index, few))), Selection(selection.shape, tuple(back))
 
 
 def _constant(array: np.ndarray) -> Node:
@@ -251,6 +246,8 @@ def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None) -> Selection | 
     if name == "broadcast_in_dim":
         axes = params["broadcast_dimensions"]
         return Selection(out, tuple(_stretched(n, axis, out) for n, axis in zip(shape, axes)))
+    if name == "tile":
+        return Selection(out, tuple(_repeated(n, axis, out) for axis, n in enumerate(shape)))
     if name == "transpose":
         positions = {axis: position for position, axis in enumerate(params["permutation"])}
         return Selection(out, tuple(along(n, positions[axis], len(out)) for axis, n in enumerate(shape)))
@@ -272,7 +269,7 @@ def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None) -> Selection | 
     if name == "dynamic_slice":
         starts = [clamped(index, 0, n - k) for index, n, k in zip(indices, shape, out)]
         one = (1,) * len(out)
-        starts = [Index(one, _reshaped(start.value, one), (start.key, one)) for start in starts]
+        starts = [Index(one, _reshaped(start.value, one), start.source) for start in starts]
         return Selection(
             out, tuple(_plus(start, along(k, a, len(out))) for a, (start, k) in enumerate(zip(starts, out)))
         )
@@ -287,6 +284,11 @@ def broadcast_selection(shape: tuple[int, ...], out: tuple[int, ...]) -> Selecti
 
 def _stretched(length: int, axis: int, out: tuple[int, ...]) -> Index:
     return along(length if out[axis] == length else 1, axis, len(out))
+
+
+def _repeated(length: int, axis: int, out: tuple[int, ...]) -> Index:
+    places = along(out[axis], axis, len(out))
+    return constant_index(places.numbers % length)
 
 
 def reshaped(shape: tuple[int, ...], out: tuple[int, ...]) -> Selection:
@@ -329,7 +331,7 @@ def _gathered(params: dict, shape: tuple, out: tuple, columns: Sequence[Index]) 
             column = columns[numbers.start_index_map.index(axis)]
             placed = dict(zip(batch_axes, column.shape))
             shape_of_column = tuple(placed.get(a, 1) for a in range(len(out)))
-            column = Index(shape_of_column, _reshaped(column.value, shape_of_column), (column.key, shape_of_column))
+            column = Index(shape_of_column, _reshaped(column.value, shape_of_column), column.source)
             index = clamped(column, 0, length - sizes[axis])
         if axis in numbers.operand_batching_dims:
             position = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
@@ -361,14 +363,14 @@ def clamped(index: Index, start: int, largest: int) -> Index:
     if largest == 0:
         return constant_index(np.zeros((1,) * len(index.shape)))
     apply = lambda i: jnp.clip(i.astype(jnp.int32) - start, 0, largest)  # noqa: E731
-    return _made(index, index.shape, apply, ("clamped", index.key, start, largest), np.arange(largest + 1))
+    return _made(index, index.shape, apply, ("clamped", index.source, start, largest), np.arange(largest + 1))
 
 
 def within(index: Index, length: int) -> Index:
     """Traced places in pieces of one length, laid one after the other: each inside its piece."""
     if length == 1:
         return constant_index(np.zeros((1,) * len(index.shape)))
-    return _made(index, index.shape, lambda i: i % length, ("within", index.key, length), np.arange(length))
+    return _made(index, index.shape, lambda i: i % length, ("within", index.source, length), np.arange(length))
 
 
 def _plus(start: Index, steps: Index) -> Index:
@@ -377,7 +379,7 @@ def _plus(start: Index, steps: Index) -> Index:
     if steps.value.size == 1:
         return start
     shape = tuple(np.broadcast_shapes(start.shape, steps.shape))
-    return _made(start, shape, lambda i: i + steps.value, ("plus", start.key, steps.key))
+    return _made(start, shape, lambda i: i + steps.value, ("plus", *_sources([start, steps])))
 
 
 def _made(index: Index, shape: tuple, apply: Callable, origin: tuple, values: np.ndarray | None = None) -> Index:

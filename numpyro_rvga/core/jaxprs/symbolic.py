@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from ..pytrees import PyTree
+from .entries import entries_within
 from .graph import Graph
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, Value, ancestors, evaluate_nodes
 from .primitives import ARITHMETIC
 from .pushing import materialize, predictor
-from .selection import everything, is_same_entry, places_within, select_entries
+from .selection import everything, select_entries
 
 
 class Factorization(NamedTuple):
@@ -171,21 +172,23 @@ def _independent(leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
 
 def _entries_of_others(affine: Node, leaves: list[Node]) -> Node | None:
     """Selected entries as those of a predictor that has them all."""
-    (operand, *nodes), selection = affine.parents, affine.selection
+    operand, selection = affine.parents[0], affine.selection
     for leaf in leaves:
         other = leaf.affine
         if other is not operand and (other.selection is None or other.parents[0] is not operand):
             continue
         inner = everything(operand.shape) if other is operand else other.selection
-        if is_same_entry(inner, selection):  # in another shape
-            return Node(POINTWISE, selection.shape, affine.dtype, [leaf], lambda entry: entry, [leaf.shape], "entry")
-        places = places_within(operand.shape, inner, selection)
-        if places is not None:
-            select = select_entries(selection)
+        if inner.source == selection.source:  # in another shape
+            shape = selection.shape
+            return Node(POINTWISE, shape, affine.dtype, [leaf], lambda entries: entries, [shape], "entries")
+        within = entries_within(operand.shape, inner, selection)
+        if within is not None:
+            places, chosen = within
+            select = select_entries(chosen)
 
             def apply(array, *indices, places=places, select=select):
-                return jnp.ravel(array)[select(jnp.asarray(places), *indices)]
+                return jnp.reshape(jnp.ravel(array)[select(jnp.asarray(places), *indices)], selection.shape)
 
-            in_shapes = [leaf.shape, *selection.node_shapes]
-            return Node(POINTWISE, selection.shape, affine.dtype, [leaf, *nodes], apply, in_shapes, "entries")
+            parents, in_shapes = [leaf, *chosen.nodes], [leaf.shape, *chosen.node_shapes]
+            return Node(POINTWISE, selection.shape, affine.dtype, parents, apply, in_shapes, "entries")
     return None
