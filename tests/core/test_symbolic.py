@@ -103,6 +103,10 @@ EXAMPLES = {
     "multiples of one number": Example(lambda t: jnp.sin(t[0]) * jnp.cos(2.0 * t[0] + 1.0), 1),
     "a sum of two others": Example(lambda t: jnp.sin(t[0]) + jnp.cos(t[1]) * jnp.tanh(t[0] - t[1]), 2),
     "product of two numbers": Example(lambda t: t[0] * t[1], 2),
+    "a line at several places": Example(lambda t, x: jnp.sum(jnp.exp(t[0] + t[1] * x) * t[2]), 3, (X,)),
+    "the same, one by one": Example(
+        lambda t, x: sum(jnp.exp(x @ t[:3] + jnp.sin(s * t[4]) + (t[5] - t[3]) * s) for s in (1.0, 2.0, 4.0)), 3, (X,)
+    ),
     "square": Example(lambda t, x: (x @ t[:3]) ** 2, 1, (X,)),
     "choice made by the row": Example(lambda t, g: jnp.sin(jnp.where(g > 1, t[0], t[1])), 1, (G,)),
     "choice made by theta": Example(lambda t: jnp.where(t[0] > 0, jnp.sin(t[1]), jnp.cos(t[1])), 2),
@@ -175,6 +179,10 @@ EXAMPLES = {
     "split": Example(lambda t: jnp.sin(jnp.split(jnp.cosh(t), 3)[1][0]), 1),
     "unstack to numbers": Example(lambda t: jnp.sin(jnp.unstack(jnp.cosh(t))[1]), 1),
     "unstack to rows": Example(lambda t: jnp.sin(jnp.unstack(jnp.cosh(t).reshape(2, 3), axis=1)[2][1]), 1),
+    "log-sum-exp of one of few rows": Example(lambda t, g: logsumexp(jnp.cosh(t).reshape(2, 3), axis=1)[g], 3, (B,)),
+    "a group's logits": Example(
+        lambda t, g, y: dist.Categorical(logits=t.reshape(2, 3)[g]).log_prob(y), 3, (B, np.int32(2))
+    ),
     "beyond the end": Example(lambda t, g: jnp.nan_to_num(jnp.take(jnp.cosh(t), g + 9)), 1, (G,)),
     "taken": Example(lambda t, g: jnp.sin(jnp.take(jnp.cosh(t), g)), 1, (G,)),
     "taken along an axis": Example(
@@ -211,6 +219,23 @@ EXAMPLES = {
         lambda t, m, g: jnp.sin((m @ (jnp.exp(t[0]) * t[1:4]))[g]), 2, (MATRIX, G)
     ),
     "a walk with a drift": Example(lambda t, x: jnp.sin(x @ jnp.cumsum(t[1] + jnp.cosh(t[0]) * (x * t[2:5]))), 3, (X,)),
+    "a walk of the group's own scale": Example(
+        lambda t, g: jnp.sin(jnp.cumsum(jnp.cosh(t[:2])[:, None] * t[2:].reshape(2, 2), axis=1)[g, 1]), 2, (B,)
+    ),
+    "coefficients of the group's own scale": Example(
+        lambda t, x, g: jnp.sin(jnp.sum(x[:2] * (jnp.cosh(t[:2])[:, None] * t[2:].reshape(2, 2))[g])), 2, (X, B)
+    ),
+    "curves of groups on a grid": Example(
+        lambda t, m, g: jnp.sin(((t[2:4] + jnp.cosh(t[:2])[:, None] * t[2:].reshape(2, 2)) @ m[:, :2].T)[g, 3]),
+        3,
+        (MATRIX, B),
+    ),
+    "a walk from its start": Example(
+        lambda t, g: jnp.sin(jnp.cumsum(jnp.concatenate([t[:1], jnp.cosh(t[1]) * t[2:5]]))[g]), 3, (G,)
+    ),
+    "a walk whose steps walk": Example(
+        lambda t, g: jnp.sin(jnp.cumsum(jnp.cumsum(jnp.cosh(t[0]) * t[2:4]) - jnp.cosh(t[1]) * t[4:] / 2)[g]), 4, (B,)
+    ),
     # custom derivatives at shapes other than those that they were traced for
     "softplus of an element": Example(lambda t, g: jax.nn.softplus(t)[g], 1, (G,)),
     "softplus of a matrix's element": Example(

@@ -6,8 +6,11 @@ import math
 
 import numpy as np
 
+from .nodes import AFFINE, Node
+from .primitives import ARITHMETIC
 from .selection import Selection, broadcast_selection, constant_index, of_indices, possible_values, without_ones
 
+MOST_COUNTED = 4096  # entries of an affine node whose columns are listed one by one
 LARGEST_MAP = 2**16  # entries of an array of which it is looked up where a selection has them
 
 
@@ -52,6 +55,24 @@ def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
     few = [values.reshape([-1 if a == i else 1 for a in range(len(shape))]) for i, (values, _) in enumerate(uniques)]
     back = [constant_index(at.reshape(index.shape)) for (_, at), index in zip(uniques, selection.indices)]
     return Selection(shape, tuple(map(constant_index, few))), Selection(selection.shape, tuple(back))
+
+
+def num_distinct(affine: Node) -> int:
+    """Entries of which an affine node is made, those that it repeats counted once."""
+    return len(_sources(affine)) if affine.size <= MOST_COUNTED else affine.size
+
+
+def _sources(affine: Node) -> set[tuple]:
+    """Numbers of nodes, and places in them."""
+    if affine.selection is not None:
+        operand, selection = affine.parents[0], affine.selection
+        if selection.nodes:
+            few = of_indices(selection.indices, len(selection.shape))
+            return {(operand.serial, few.key, i) for i in range(few.size)}
+        return {(operand.serial, int(i)) for i in np.unique(selection.flat(operand.shape))}
+    if affine.name not in ARITHMETIC:
+        return {(affine.serial, i) for i in range(affine.size)}
+    return set().union(*[_sources(parent) for parent in affine.parents if parent.kind == AFFINE])
 
 
 def _without_axes(selection: Selection, left_out: list[bool]) -> Selection:

@@ -1,69 +1,144 @@
-"""One number taken out of linear functions: sum(tau * z) and X @ (tau * z) depend on two numbers, not on all of z.
+"""Numbers taken out of linear functions: sum(tau * z) and X @ (tau * z) depend on two numbers, not on all of z.
 
-Products of one number and an affine array remember the array (``Node.operand``).
+What is not affine may be a sum of products: each some numbers that depend on theta, times an array that is affine in it
+or constant. A linear function of the sum is then the sum of the same numbers times functions of the arrays.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
+from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn
+import jax.numpy as jnp
+from jax import Array, lax
 
-from .nodes import POINTWISE, Node, NodeCache, Value
-from .pushing import materialize
+from .nodes import AFFINE, CONSTANT, POINTWISE, Node, NodeCache
 
+MOST_PRODUCTS = 8  # in a sum
 FACTORABLE = frozenset(["reduce_sum", "cumsum", "dot_general", "conv_general_dilated"])  # zero where an operand is
+ADDED = frozenset(["sum", "combined"])
+OPERATIONS: dict[str, Callable] = {"mul": jnp.multiply, "div": jnp.divide}
 
 
-def multiplied(name: str, inputs: Sequence[Value]) -> Value | None:
-    """The affine array that a product multiplies by one number, or divides by it."""
-    if name not in ("mul", "div"):
-        return None
-    pairs = zip(inputs, reversed(inputs)) if name == "mul" else [inputs]
-    return next((a for a, b in pairs if a.is_affine and math.prod(a.shape) > 1 == math.prod(b.shape)), None)
+class Product(NamedTuple):
+    """An array, multiplied or divided by numbers.
 
-
-def is_product(node: Node) -> bool:
-    """Whether a number can be taken out of a node."""
-    return node.name in ("mul", "div") and node.operand is not None and node.shape != ()
-
-
-def factored(
-    graph: NodeCache, eqn: JaxprEqn, inputs: list[Value], image: Callable[[list[Value]], Value]
-) -> tuple[Value, Value | None] | None:
-    """A linear function of a product, perhaps beside an affine term: the number times the function of the array, and
-    the function of that term; None if it is no such thing.
-
-    :param image: affine inputs -> the function of these.
+    :ivar numbers: "mul" or "div", and nodes of one entry. :ivar array: a node that is affine or constant.
     """
-    varying = [i for i, value in enumerate(inputs) if not value.is_constant]
-    if eqn.primitive.name not in FACTORABLE or len(varying) != 1:
-        return None
-    (which,) = varying
-    target = inputs[which]
-    if target.rest is None or not is_product(target.rest):
-        return None
 
-    def image_of(value: Value) -> Value:
-        return image([value if i == which else v for i, v in enumerate(inputs)])
+    numbers: tuple[tuple[str, Node], ...]
+    array: Node
 
-    assert target.rest.operand is not None
-    product = with_other(graph, target.rest, image_of(target.rest.operand))
-    return product, None if target.affine is None else image_of(target._replace(rest=None))
+    def of(self, apply: Callable[[Array], Array], shape: Sequence[int], name: str) -> Product:
+        """With a linear function of the array in place of it."""
+        array = self.array
+        return self._replace(array=Node(array.kind, shape, array.dtype, [array], apply, name=name, params={}))
 
 
-def with_other(graph: NodeCache, product: Node, array: Value) -> Value:
-    """A product's number times another array."""
-    parents = [parent if parent.shape == () else materialize(graph, array) for parent in product.parents]
-    shape = () if math.prod(array.shape) == 1 else array.shape
+def products_of(node: Node) -> list[Product] | None:
+    """A node as a sum of products; None if it is none, or of too many."""
+    products = _products_of(node)
+    return products if products is not None and len(products) <= MOST_PRODUCTS else None
 
-    def make() -> Node:
-        node = Node(
-            POINTWISE, shape, array.dtype, parents, product.apply, [shape] * 2, product.name, params=product.params
-        )
-        node.operand = array
-        return node
 
-    key = ("product", product.name, shape, *[parent.serial for parent in parents])
-    return Value(array.shape, array.dtype, None, graph.node(key, make))
+def _products_of(node: Node) -> list[Product] | None:
+    affine = node.leaf_of or node.unwraps
+    if affine is not None or node.kind in (AFFINE, CONSTANT):
+        return [Product((), affine or node)]
+    if node.name in ADDED or (node.name == "neg" and node.kind == POINTWISE):
+        return _sum(node)
+    if node.name in OPERATIONS and node.kind == POINTWISE:
+        return _multiple(node)
+    if node.name in ("copy", "convert_element_type") and node.kind == POINTWISE:
+        return _each(products_of(node.parents[0]), lambda product: product.of(node.apply, node.shape, node.name))
+    return _joined(node) if node.name == "concatenate" else None
+
+
+def _each(products: list[Product] | None, change: Callable[[Product], Product]) -> list[Product] | None:
+    return None if products is None else list(map(change, products))
+
+
+def _sum(node: Node) -> list[Product] | None:
+    negative = node.name == "neg" or node.params.get("sign", 1) < 0
+    total: list[Product] = []
+    for i, parent in enumerate(node.parents):
+        products = products_of(parent)
+        if products is None:
+            return None
+        if negative and i == len(node.parents) - 1:
+            products = [product.of(jnp.negative, product.array.shape, "neg") for product in products]
+        total += products
+    return total
+
+
+def _multiple(node: Node) -> list[Product] | None:
+    """Of a number times an array, or of an array of constants times another, entry by entry."""
+    first, second = node.parents
+    pairs = [(first, second), (second, first)] if node.name == "mul" else [(first, second)]
+    for array, factor in pairs:
+        if factor.kind == CONSTANT and (products := products_of(array)) is not None:
+            return [_scaled(product, factor, node) for product in products]
+    for array, factor in pairs:
+        if factor.shape == () and (products := products_of(array)) is not None:
+            number = node.name, factor
+            return [product._replace(numbers=(*product.numbers, number)) for product in products]
+    return None
+
+
+def _scaled(product: Product, constant: Node, node: Node) -> Product:
+    array, shape = product.array, node.shape
+    shapes = [shape if parent.shape != () else () for parent in (array, constant)]
+    made = Node(array.kind, shape, array.dtype, [array, constant], OPERATIONS[node.name], shapes, node.name, params={})
+    return product._replace(array=made)
+
+
+def _joined(node: Node) -> list[Product] | None:
+    """Of arrays laid one after the other: each beside zeros."""
+    axis, total, start = node.params["dimension"], [], 0
+    length = node.shape[axis] if node.shape else 1
+    for parent, shape in zip(node.parents, node.in_shapes):
+        products = products_of(parent)
+        if products is None:
+            return None
+        beside = [(0, 0, 0)] * len(shape)
+        beside[axis] = (start, length - start - shape[axis], 0)
+        start += shape[axis]
+
+        def embedded(array: Array, shape: tuple = shape, beside: list = beside) -> Array:
+            return lax.pad(jnp.broadcast_to(array, shape), jnp.zeros((), array.dtype), beside)
+
+        total += [product.of(embedded, node.shape, "beside zeros") for product in products]
+    return total
+
+
+def image_of(
+    graph: NodeCache, products: Iterable[Product], image: Callable[[Node], Node], unwrap: Callable[[Node], Node]
+) -> Node:
+    """A linear function of a sum of products, as one node of what is not affine.
+
+    :param image: an array -> the function of it. :param unwrap: an affine node -> what stands for it in what is not.
+    """
+    images: dict[tuple, tuple[tuple, Node]] = {}  # the numbers, and the arrays that they multiply together
+    for numbers, array in products:
+        key, made = tuple((name, number.serial) for name, number in numbers), image(array)
+        images[key] = numbers, _added(graph, images[key][1], made) if key in images else made
+    addends = [_product(graph, numbers, unwrap(x) if x.kind == AFFINE else x) for numbers, x in images.values()]
+    return reduce(partial(_added, graph), addends)
+
+
+def _added(graph: NodeCache, a: Node, b: Node) -> Node:
+    kinds = {a.kind, b.kind}
+    kind = POINTWISE if kinds - {AFFINE, CONSTANT} else AFFINE if AFFINE in kinds else CONSTANT
+    shape = a.shape if a.size > 1 else b.shape
+    shapes = [shape, shape]
+    made = partial(Node, kind, shape, a.dtype, [a, b], jnp.add, shapes, "sum")
+    return graph.node(("sum of products", a.serial, b.serial), lambda: made(params={"sign": 1}))
+
+
+def _product(graph: NodeCache, numbers: Sequence[tuple[str, Node]], array: Node) -> Node:
+    for name, number in numbers:
+        shapes = [array.shape, array.shape]
+        made = partial(Node, POINTWISE, array.shape, array.dtype, [array, number], OPERATIONS[name], shapes, name)
+        array = graph.node(("product", name, array.serial, number.serial), lambda made=made: made(params={}))
+    return array

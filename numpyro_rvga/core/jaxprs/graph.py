@@ -12,7 +12,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from .elementwise import is_pointwise_call, pointwise_apply
-from .factoring import factored, is_product, multiplied, with_other
+from .factoring import FACTORABLE, image_of, products_of
 from .indices import columns_of, index_of
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value, ancestors
@@ -80,10 +80,9 @@ class Graph(NodeCache):
             return self.parts(eqn, inputs[0])
         if name == "reduce_sum" and math.prod(inputs[0].shape) == math.prod(out.shape):
             return [selected_value(self, inputs[0], reshaped(inputs[0].shape, out.shape))]
-        parts = factored(self, eqn, inputs, lambda values: self.whole(eqn, values, AFFINE)[0])
-        if parts is not None:
-            product, beside = parts
-            return [product if beside is None else self.add(out, beside, product, sign=1)]
+        factored = self.factored(eqn, inputs) if name in FACTORABLE else None
+        if factored is not None:
+            return [factored]
         linear = all(v.is_constant or v.is_affine for v in inputs)
         if name in (LINEAR_PRIMITIVES | SELECTING_PRIMITIVES) and linear:
             return self.whole(eqn, inputs, AFFINE)
@@ -169,10 +168,34 @@ class Graph(NodeCache):
             kind = kind if kind == AFFINE or node.kind == CONSTANT else POINTWISE
             return self._elementwise(eqn, parents, kind, out)
 
-        if target.affine is None and target.rest is not None and is_product(target.rest):
-            array = self.scale(eqn, [target.rest.operand if i == which else v for i, v in enumerate(inputs)], which)
-            return with_other(self, target.rest, array)
         return Value(out.shape, out.dtype, part(target.affine, AFFINE), part(target.rest, None))
+
+    def factored(self, eqn, inputs: list[Value]) -> Value | None:
+        """A linear function of products of numbers and arrays, with the numbers taken out; None if it is none."""
+        varying = [i for i, value in enumerate(inputs) if not value.is_constant]
+        target = inputs[varying[0]]
+        products = products_of(target.rest) if len(varying) == 1 and target.rest is not None else None
+        if products is None:
+            return None
+
+        def image(array: Node) -> Node:
+            parts = (array, None) if array.kind == AFFINE else (None, array)
+            values = [
+                target._replace(affine=parts[0], rest=parts[1]) if i in varying else v for i, v in enumerate(inputs)
+            ]
+            (value,) = self.whole(eqn, values, array.kind)
+            return value.affine or value.rest_node
+
+        out = eqn.outvars[0].aval
+        numbered = [product for product in products if product.numbers]
+        rest = image_of(self, numbered, image, partial(unwrap, self))
+        total = Value(out.shape, out.dtype, None if target.affine is None else image(target.affine), rest)
+        for product in products:
+            if not product.numbers:
+                node = image(product.array)
+                parts = (node, None) if node.kind == AFFINE else (None, node)
+                total = self.add(out, Value(out.shape, out.dtype, *parts), total, sign=1)
+        return total
 
     def _elementwise(self, eqn, parents, kind, out) -> Node:
         inner = out.shape if max(p.size for p in parents) > 1 else ()
@@ -198,8 +221,6 @@ class Graph(NodeCache):
         node = self._elementwise(eqn, parents, POINTWISE, out)
         if name in ("exp", "logistic") and node.operand is None:
             node.operand = inputs[0]
-        if node.operand is None:
-            node.operand = multiplied(name, inputs)
         return Value(out.shape, out.dtype, None, node)
 
     @staticmethod

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .entries import without_repetition
+from .entries import num_distinct, without_repetition
+from .factoring import FACTORABLE, image_of, products_of
 from .like_pieces import LikePieces, chosen_from_pieces, inside_piece, only_piece, piece_number
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value
 from .primitives import ARITHMETIC, freeze
@@ -31,8 +32,6 @@ from .selection import (
     trailing,
     with_trailing,
 )
-
-MOST_COUNTED = 4096  # entries of an affine node whose columns are listed one by one
 
 REDUCTIONS = {
     "reduce_sum": jnp.sum,
@@ -57,7 +56,9 @@ def selected_value(graph: NodeCache, value: Value, selection: Selection) -> Valu
 
 
 def selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
-    """The entries of a node. One that is the same everywhere stays as it is."""
+    """The entries of a node. One that is the same everywhere stays as it is, and one entry is taken once."""
+    if selection.size > 1 and all(math.prod(index.shape) == 1 for index in selection.indices):
+        selection = of_indices(selection.indices, len(selection.shape))
     if node.shape == () or selection.key == everything(node.shape).key:
         return node
     return graph.node(("selected", node.serial, selection.key), lambda: _selected(graph, node, selection))
@@ -72,8 +73,8 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
     if node.name == "pieces" and node.kind == POINTWISE:
         return _from_pieces_again(graph, node, selection)
     if node.parents and (node.kind == POINTWISE or (node.kind == AFFINE and node.name in ARITHMETIC)):
-        shape = () if selection.size == 1 else selection.shape
         parents = [selected(graph, parent, selection) for parent in node.parents]
+        shape = selection.shape if any(parent.shape != () for parent in parents) else ()
         in_shapes = [shape if s != () else () for s in node.in_shapes]
         made = node.of(parents, node.kind, shape, in_shapes)
         if node.operand is not None:
@@ -104,24 +105,6 @@ def selection_node(node: Node, selection: Selection) -> Node:
     made = Node(kind, selection.shape, node.dtype, [node, *selection.nodes], apply, in_shapes, "selected")
     made.selection = selection
     return made
-
-
-def num_distinct(affine: Node) -> int:
-    """Entries of which an affine node is made, those that it repeats counted once."""
-    return len(_sources(affine)) if affine.size <= MOST_COUNTED else affine.size
-
-
-def _sources(affine: Node) -> set[tuple]:
-    """Numbers of nodes, and places in them."""
-    if affine.selection is not None:
-        operand, selection = affine.parents[0], affine.selection
-        if selection.nodes:
-            few = of_indices(selection.indices, len(selection.shape))
-            return {(operand.serial, few.key, i) for i in range(few.size)}
-        return {(operand.serial, int(i)) for i in np.unique(selection.flat(operand.shape))}
-    if affine.name not in ARITHMETIC:
-        return {(affine.serial, i) for i in range(affine.size)}
-    return set().union(*[_sources(parent) for parent in affine.parents if parent.kind == AFFINE])
 
 
 # ---------------------------------------------------------------------- affine nodes as predictors
@@ -206,7 +189,7 @@ def _product(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     def apply(a: Array, b: Array) -> Array:
         return jnp.broadcast_to(jnp.sum(a * b, axis=axes), selection.shape).astype(node.dtype)
 
-    return _made(node, selection, sides, apply)
+    return _made(graph, node, selection, sides, apply)
 
 
 def _reduction(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
@@ -221,7 +204,7 @@ def _reduction(graph: NodeCache, node: Node, selection: Selection) -> Node | Non
     def apply(array: Array) -> Array:
         return jnp.broadcast_to(operation(array, axis=reduced), selection.shape)
 
-    return _made(node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply)
+    return _made(graph, node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply)
 
 
 def _with_core(selection: Selection, shape: Sequence[int], core: Sequence[int]) -> list[Index]:
@@ -244,7 +227,7 @@ def _cumulative(graph: NodeCache, node: Node, selection: Selection) -> Node | No
         done = operation(array, axis=array.ndim - 1, reverse=reverse)
         return jnp.broadcast_to(picked(done, _value(index, nodes)), selection.shape)
 
-    return _made(node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [index])
+    return _made(graph, node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [index])
 
 
 def _factorized(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
@@ -263,7 +246,7 @@ def _factorized(graph: NodeCache, node: Node, selection: Selection) -> Node | No
         flat = factor.reshape(*factor.shape[:-2], -1)
         return jnp.broadcast_to(picked(flat, i * shape[-1] + j), selection.shape)
 
-    return _made(node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [row, column])
+    return _made(graph, node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [row, column])
 
 
 def _solved(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
@@ -291,7 +274,7 @@ def _solved(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
         return jnp.broadcast_to(picked(x, _value(index, nodes)), selection.shape)
 
     sides = [(of_matrix, matrix_shape), (selected(graph, right, side), side.shape)]
-    return _made(node, selection, sides, apply, [index])
+    return _made(graph, node, selection, sides, apply, [index])
 
 
 def _concatenated(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
@@ -360,6 +343,7 @@ def _value(index: Index, nodes: Sequence[Array]) -> Array:
 
 
 def _made(
+    graph: NodeCache,
     node: Node,
     selection: Selection,
     sides: Sequence[tuple[Node, tuple]],
@@ -375,6 +359,15 @@ def _made(
     in_shapes = [*[shape for _, shape in sides], *[index.shape for index in traced]]
     numbers = tuple(index.key if index.is_constant else None for index in indices)
     params = {"of": node.name, "params": freeze(node.params), "in_shapes": node.in_shapes, "indices": numbers}
+    varying = [i for i, (parent, _) in enumerate(sides) if parent.kind != CONSTANT]
+    products = products_of(sides[varying[0]][0]) if node.name in FACTORABLE and len(varying) == 1 else None
+    if products is not None:
+
+        def image(array: Node) -> Node:
+            of_array = [array if i in varying else parent for i, parent in enumerate(parents)]
+            return Node(array.kind, selection.shape, node.dtype, of_array, apply, in_shapes, "pushed", params=params)
+
+        return image_of(graph, products, image, partial(unwrap, graph))
     made = Node(OPAQUE, selection.shape, node.dtype, parents, apply, in_shapes, "pushed", params=params)
     made.pushed = node, selection
     return made

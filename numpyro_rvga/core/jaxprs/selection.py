@@ -247,7 +247,7 @@ def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None) -> Selection | 
         axes = params["broadcast_dimensions"]
         return Selection(out, tuple(_stretched(n, axis, out) for n, axis in zip(shape, axes)))
     if name == "tile":
-        return Selection(out, tuple(_repeated(n, axis, out) for axis, n in enumerate(shape)))
+        return Selection(out, tuple(constant_index(i.numbers % n) for i, n in zip(everything(out).indices, shape)))
     if name == "transpose":
         positions = {axis: position for position, axis in enumerate(params["permutation"])}
         return Selection(out, tuple(along(n, positions[axis], len(out)) for axis, n in enumerate(shape)))
@@ -284,11 +284,6 @@ def broadcast_selection(shape: tuple[int, ...], out: tuple[int, ...]) -> Selecti
 
 def _stretched(length: int, axis: int, out: tuple[int, ...]) -> Index:
     return along(length if out[axis] == length else 1, axis, len(out))
-
-
-def _repeated(length: int, axis: int, out: tuple[int, ...]) -> Index:
-    places = along(out[axis], axis, len(out))
-    return constant_index(places.numbers % length)
 
 
 def reshaped(shape: tuple[int, ...], out: tuple[int, ...]) -> Selection:

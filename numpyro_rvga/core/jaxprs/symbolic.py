@@ -14,6 +14,7 @@ predictor on the log scale.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple, overload
 
@@ -103,7 +104,7 @@ class Reading:
         else:
             root = materialize(graph, out)
             leaves = [n for n in ancestors([root]) if n.leaf_of is not None]
-            leaves, derived = _independent(leaves)
+            leaves, derived = _fewest(graph, leaves)
         live = ancestors([root, *derived.values()], stop=_is_of_rows)
         constants = [n for n in live if _is_of_rows(n)]
         sizes = [leaf.size for leaf in leaves]
@@ -144,6 +145,47 @@ def factorize(fun: Callable, theta: jax.ShapeDtypeStruct, *row: PyTree) -> Facto
     :param fun: ``fun(theta, *row) -> scalar``.
     """
     return Reading(lambda *arguments: {"value": fun(*arguments)}, theta, *row).split("value")
+
+
+def _fewest(graph: Graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
+    """As :func:`_independent`, with predictors that several are sums of in place of these, where they are fewer.
+
+    A row that integrates over times has a predictor a + b t for each of them: a and b are two.
+    """
+    kept, derived = _independent(leaves)
+    for depth in (1, math.inf):
+        kept, more = _independent(_with_shared_addends(graph, kept, depth))
+        derived |= more
+    return kept, derived
+
+
+def _with_shared_addends(graph: Graph, leaves: list[Node], depth: float) -> list[Node]:
+    addends = [_addends(leaf.affine, depth) for leaf in leaves]
+    added: set[Node] = set()
+    for members, together in _tied(addends):
+        sums = {leaves[i].affine for i in members}
+        if sum(node.size for node in together) < sum(node.size for node in sums):
+            added |= together - sums
+    return leaves + [predictor(graph, affine) for affine in sorted(added, key=lambda node: node.serial)]
+
+
+def _addends(affine: Node, depth: float) -> set[Node]:
+    """The affine nodes whose multiples a node is the sum of, with sums inside sums written out to some depth."""
+    while affine.name in ARITHMETIC - {"sum"}:
+        affine = next(parent for parent in affine.parents if parent.kind == AFFINE)
+    if affine.name != "sum" or not depth:
+        return {affine}
+    return set().union(*[_addends(parent, depth - 1) for parent in affine.parents])
+
+
+def _tied(sets: list[set[Node]]) -> list[tuple[list[int], set[Node]]]:
+    """Sets that share members, directly or by others: their numbers, and all members."""
+    groups: list[tuple[list[int], set[Node]]] = []
+    for i, own in enumerate(sets):
+        touched = [group for group in groups if group[1] & own]
+        groups = [group for group in groups if not group[1] & own]
+        groups.append((sum([g[0] for g in touched], [i]), own.union(*[g[1] for g in touched])))
+    return groups
 
 
 def _independent(leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
