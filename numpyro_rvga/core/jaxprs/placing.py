@@ -20,13 +20,15 @@ from .primitives import binder, form_of
 from .pushing import materialize, selected_value
 from .selection import Selection, constant_index, constant_value, reshaped
 
-FIRST_INDEX = {"scatter": 1, "dynamic_update_slice": 2, "pad": 2}  # among the inputs
-NUM_INDICES = {"scatter": 1, "pad": 0}  # of others: all that are left
+FIRST_INDEX = {"scatter": 1, "dynamic_update_slice": 2}  # among the inputs
+NUM_INDICES = {"scatter": 1}  # of others: all that are left
 
 
 def placed(graph: NodeCache, eqn: JaxprEqn, inputs: Sequence[Value]) -> Value | None:
     """The selection from an operation's operands; None if it is no such operation, or its indices are not known."""
     name = eqn.primitive.name
+    if name == "pad":
+        return _padded(graph, eqn, *inputs)
     if name not in FIRST_INDEX:
         return None
     first = FIRST_INDEX[name]
@@ -51,3 +53,21 @@ def placed(graph: NodeCache, eqn: JaxprEqn, inputs: Sequence[Value]) -> Value | 
     node = graph.node(("laid out", *[p.serial for p in parents]), lambda: made(params={"dimension": 0}))
     laid_out = Value((sum(sizes),), out.dtype, None, node)
     return selected_value(graph, laid_out, Selection(out.shape, (constant_index(place_of),)))
+
+
+def _padded(graph: NodeCache, eqn: JaxprEqn, value: Value, padding: Value) -> Value | None:
+    """A concatenation along each axis that is padded; None if entries are cut off, or padded between."""
+    widths = [tuple(map(int, width)) for width in eqn.params["padding_config"]]
+    if any(low < 0 or high < 0 or between for low, high, between in widths):
+        return None
+    shape, node, beside = list(value.shape), materialize(graph, value), materialize(graph, padding)
+    for axis, (low, high, _) in enumerate(widths):
+        if low or high:
+            lengths = (low, shape[axis], high)
+            shapes = [(*shape[:axis], length, *shape[axis + 1 :]) for length in lengths]
+            shape[axis] = sum(lengths)
+            join = partial(lambda axis, *arrays: jnp.concatenate(arrays, axis), axis)
+            made = partial(Node, OPAQUE, tuple(shape), value.dtype, [beside, node, beside], join, shapes, "concatenate")
+            key = "padded", node.serial, beside.serial, axis, low, high
+            node = graph.node(key, partial(made, params={"dimension": axis}))
+    return Value(tuple(shape), value.dtype, None, node)
