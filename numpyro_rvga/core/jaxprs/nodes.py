@@ -49,7 +49,7 @@ class Node:
         self.unwraps: Node | None = None  # for a sum of predictors: likewise
         self.params: Any = params  # of its equation
         self.selection: Any = None  # of its first parent's entries, if it is one
-        self.pushed: tuple[Node, Any] | None = None  # the node that a rule has pushed a selection through, and that
+        self.pushed: tuple[Node, Any] | None = None  # the node that a selection was pushed through, and that
         self.serial = next(_serial)
 
     @property

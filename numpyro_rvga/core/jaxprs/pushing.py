@@ -77,6 +77,9 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
         shape = selection.shape if any(parent.shape != () for parent in parents) else ()
         in_shapes = [shape if s != () else () for s in node.in_shapes]
         made = node.of(parents, node.kind, shape, in_shapes)
+        if node.kind == AFFINE:
+            whole, inner = node.pushed or (node, everything(node.shape))
+            made.pushed = whole, composed(inner, selection)
         if node.operand is not None:
             made.operand = selected_value(graph, node.operand, selection)
         return made

@@ -27,7 +27,7 @@ from .graph import Graph
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, Value, ancestors, evaluate_nodes
 from .primitives import ARITHMETIC
 from .pushing import materialize, predictor
-from .selection import everything, select_entries
+from .selection import Selection, everything, select_entries
 
 
 class Factorization(NamedTuple):
@@ -195,10 +195,9 @@ def _independent(leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
     def expression(affine: Node, top: bool) -> Node | None:
         if not top and affine.serial in kept:
             return kept[affine.serial]
-        if affine.selection is not None:
-            return _entries_of_others(affine, [leaf for leaf in kept.values() if leaf.affine is not affine])
-        if affine.name not in ARITHMETIC:
-            return None
+        entries = _entries_of_others(affine, [leaf for leaf in kept.values() if leaf.affine is not affine])
+        if entries is not None or affine.name not in ARITHMETIC:
+            return entries
         parents = [expression(p, False) if p.kind == AFFINE else p for p in affine.parents]
         if any(p is None for p in parents):
             return None
@@ -214,12 +213,13 @@ def _independent(leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
 
 def _entries_of_others(affine: Node, leaves: list[Node]) -> Node | None:
     """Selected entries as those of a predictor that has them all."""
-    operand, selection = affine.parents[0], affine.selection
+    operand, selection = _selected_from(affine)
     for leaf in leaves:
-        other = leaf.affine
-        if other is not operand and (other.selection is None or other.parents[0] is not operand):
+        other, inner = _selected_from(leaf.affine)
+        if leaf.affine is operand:
+            other, inner = operand, everything(operand.shape)
+        if other is not operand:
             continue
-        inner = everything(operand.shape) if other is operand else other.selection
         if inner.source == selection.source:  # in another shape
             shape = selection.shape
             return Node(POINTWISE, shape, affine.dtype, [leaf], lambda entries: entries, [shape], "entries")
@@ -234,3 +234,10 @@ def _entries_of_others(affine: Node, leaves: list[Node]) -> Node | None:
             parents, in_shapes = [leaf, *chosen.nodes], [leaf.shape, *chosen.node_shapes]
             return Node(POINTWISE, selection.shape, affine.dtype, parents, apply, in_shapes, "entries")
     return None
+
+
+def _selected_from(affine: Node) -> tuple[Node, Selection]:
+    """An array, and the selection from it that an affine node is: if need be, of all entries of its own."""
+    if affine.selection is not None:
+        return affine.parents[0], affine.selection
+    return affine.pushed or (affine, everything(affine.shape))
