@@ -17,6 +17,7 @@ from .model.data.rows import Data, num_rows, pad, selected
 from .model.handlers.tracing import base_distribution
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors
 from .options import check_choice
+from .results.log_joint import rows_with_outcome
 from .results.posterior import Posterior
 
 CHUNK_NUMBERS = 2**22  # in the largest array that is made of the rows that are evaluated at once
@@ -158,7 +159,7 @@ def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> 
             "the model has a latent value for each row, so its rows cannot be predicted one by one: use "
             "posterior.predictive."
         )
-    rows = program.rows(data)
+    rows = rows_with_outcome(program, data)
     keys = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, num_rows(rows) + 1)
     theta = posterior.sample_unconstrained(keys[0], (num_samples,)) if method == "monte_carlo" else None
     evaluate = _evaluator(program, name, method, num_samples)

@@ -95,6 +95,12 @@ def is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def check_count(name: str, value: object) -> None:
+    """:raises ValueError: for what is no positive integer."""
+    if not is_count(value, 1):
+        raise ValueError(f"{name} must be a positive integer, not {value!r}.")
+
+
 def check_size(name: str, value: object, least: int) -> None:
     """:raises ValueError: if ``value`` is neither 'auto' nor an integer of at least ``least``."""
     if value != "auto" and not is_count(value, least):

@@ -256,7 +256,7 @@ class RVGA:
         :param progress_bar: show rows done.
         :param checkpoint: a file for the state of the run, so that it can go on after a crash. The checkpoint before is
             kept as ``<checkpoint>.previous``.
-        :param every: rows between checkpoints. One is also written when the run ends, in whatever way.
+        :param every: rows between checkpoints. One is also written when the run ends, in any way.
         :param resume: go on from ``checkpoint`` if that exists. The result is the same, to the bit, as without a stop.
             ``data`` are those of the stopped run, from their first row on: the rows that it took in are passed over.
             Data that have grown since then need ``shuffle=False``: the rows of the stopped run must still be the first.
@@ -265,15 +265,15 @@ class RVGA:
             ``info["num_skipped"]`` and ``info["skipped_rows"]`` (the first 1,000) say which.
         :param model_kwargs: go to every call of the model unchanged.
         :return: the posterior. ``info["converged"]`` is whether q is the best Gaussian, as far as is known (None: the
-            scheme does not seek it). Where it is False, a warning says so. After evaluations of all rows, ``looks`` is
-            their number after the pass (0 if all rows were in one solve), ``squared_natural_gradient`` is that at q,
-            and ``bound_before`` and ``bound_after`` are the bounds before and after steps on all rows. Of streams that
-            are too long to be kept, a sample of up to 2^23 numbers estimates these: ``bound_estimate`` with standard
-            error ``bound_error``, and ``squared_natural_gradient`` with the size of its noise,
-            ``squared_natural_gradient_noise``. ``elbo_error`` is by how many nats the expectations at q may be off, all
-            together: above a thousandth, the run is repeated with finer rules, if there are any. It is infinite where q
-            reaches places at which the density is zero: ``elbo`` is None then, and ``log_evidence_estimate`` is what
-            the search has found. After an error or Ctrl-C, the state after the last good rows is in :attr:`state`.
+            scheme does not seek it, or rows of an earlier run count too). Where it is False, a warning says so. After
+            evaluations of all rows, ``looks`` is their number after the pass (0 if all rows were in one solve),
+            ``squared_natural_gradient`` is that at q, and ``bound_before`` and ``bound_after`` are the bounds before
+            and after steps on all rows. Of streams too long to be kept, a sample of up to 2^23 numbers estimates these:
+            ``bound_estimate`` with standard error ``bound_error``, and ``squared_natural_gradient`` with the size of
+            its noise, ``squared_natural_gradient_noise``. ``elbo_error`` is by how many nats the expectations at q may
+            be off, all together: above a thousandth, finer rules repeat the run. It is infinite where q reaches places
+            of density zero: ``elbo`` is None then, and ``log_evidence_estimate`` what was found. After an error or
+            Ctrl-C, the state after the last good rows is in :attr:`state`.
         :raises ValueError: for unusable data, naming the array and the row; for checkpoints that are damaged or of
             another run; and for sites whose density NumPyro finds to be another. ``init`` is never changed.
         :raises NotImplementedError: for discrete latents that cannot be summed out, for ``numpyro.param`` sites in a

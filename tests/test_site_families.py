@@ -269,6 +269,18 @@ def test_a_prior_that_is_not_gaussian_beside_it_is_taken_as_it_is():
 
 
 # ---------------------------------------------------------------------- the posterior
+def test_density_where_no_gaussian_site_is_left():
+    def counts(y=None):
+        rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with numpyro.plate("rows", 5):
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+    posterior = RVGA(counts, family={"rate": "gamma"}).run({"y": np.array([1, 0, 2, 1, 3])}, progress_bar=False)
+    rates = np.array([0.7, 1.2])
+    expected = stats.gamma(9.0, scale=1 / 6.0).logpdf(rates) + np.log(rates)
+    np.testing.assert_allclose(posterior.log_prob({"rate": rates}), expected, atol=1e-4)
+
+
 def test_all_that_is_read_off_a_posterior_is_of_its_families(tmp_path):
     data = {"X": X, "y": OUTCOMES}
     posterior = RVGA(noise, family={"precision": "gamma"}).run(data, progress_bar=False)

@@ -77,7 +77,7 @@ def rounding_errors(engine: Engine, state: State, rows: Rows) -> Rounding | None
     try:
         with jax.enable_x64(True):
             double = log_likelihoods(theta.astype(np.float64))
-    except TypeError:  # JAX's, of integers that are of 32 bits here and of 64 there
+    except (TypeError, ValueError):  # JAX's, of numbers that are of 32 bits here and of 64 there
         return None
     errors = scale * np.nan_to_num(np.concatenate(single, axis=1) - np.concatenate(double, axis=1))
     return Rounding(float(np.abs(errors).sum(axis=1).mean()), float(np.std(errors.sum(axis=1), ddof=1)))

@@ -193,6 +193,8 @@ class FullFamily:
         row_sets = (*getattr(init, "row_sets", ()), row_pass.absorbed)
         if int(start.num_rows):
             bound = None
+            if info["converged"] and not engine.program.is_conjugate:
+                info["converged"] = None  # of earlier rows there is only what an earlier run has made of them
         return self._posterior(engine, result.state, info, bound, row_sets)
 
     def _sizes_in_memory(self, engine: Engine, rows: Rows, sizes: Sizes) -> tuple[Sizes, SparseEngine | None]:

@@ -65,7 +65,7 @@ def site_entries(program: Program, families: Mapping[str, str]) -> SiteEntries:
                 f"{', '.join(layout.site_names)}."
             )
     names = [name for name in layout.site_names if name in families]
-    transforms_of, parts = _transforms(program, names), []
+    transforms_of, parts = site_transforms(program, names), []
     for name in names:
         form, shape = FORMS[families[name]], layout.shapes[name]
         if not _has(transforms_of[name], form.transform):
@@ -89,7 +89,7 @@ def site_entries(program: Program, families: Mapping[str, str]) -> SiteEntries:
 def own_families(program: Program) -> dict[str, str]:
     """The family of each site whose prior is of one, with known parameters, and on which no other prior depends."""
     families: dict[str, str] = {}
-    for name, transform in _transforms(program, list(program.layout.site_names)).items():
+    for name, transform in site_transforms(program, list(program.layout.site_names)).items():
         for family in [family for family, form in FORMS.items() if _has(transform, form.transform)]:
             try:
                 site_entries(program, {name: family})
@@ -99,7 +99,7 @@ def own_families(program: Program) -> dict[str, str]:
     return families
 
 
-def _transforms(program: Program, names: list[str]) -> dict[str, Any]:
+def site_transforms(program: Program, names: list[str]) -> dict[str, Any]:
     """To the sites' supports. They may hold traced arrays."""
 
     def read() -> dict[str, Any]:

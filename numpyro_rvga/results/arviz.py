@@ -16,6 +16,8 @@ from scipy.special import logsumexp
 
 from ..model import Program
 from ..model.data.rows import Arrays, Data
+from ..options import check_count
+from ..user_warnings import warn
 from . import prediction
 from .fitted import Fitted
 from .log_joint import are_equal, observed_values, rows_with_outcome
@@ -34,7 +36,8 @@ def to_arviz(
 
     Draws from q are independent, so there is one chain: every variable has the leading shape ``(1, num_samples)``.
     The groups are ``posterior`` (latent sites and deterministic sites outside the row plate) and ``sample_stats``
-    with ``log_q``, the log density of q in unconstrained space. With ``data`` also ``log_p`` in ``sample_stats``
+    with ``log_q``, the log density of q in unconstrained space. With ``data`` also the rows' own latent sites in
+    ``posterior``, where q sums over or integrates them out, ``log_p`` in ``sample_stats``
     (the log joint in unconstrained space, so that ``arviz.loo_approximate_posterior`` can be called with the two),
     ``log_likelihood``, ``posterior_predictive``, ``observed_data`` and ``constant_data``. Dimensions are named
     after the model's plates.
@@ -60,6 +63,7 @@ def to_arviz(
     :raises ValueError: if ``data`` lack the outcome, and for names of ``coords`` and ``dims`` that do not exist.
     """
     _import_arviz()
+    check_count("num_samples", num_samples)
     draw_key, predictive_key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)
     theta = posterior.sample_unconstrained(draw_key, (num_samples,))
     rows = None if data is None else rows_with_outcome(posterior.program, data)
@@ -89,8 +93,18 @@ def converted(
     if rows is not None:
         chunks = list(posterior.log_densities.chunks(theta, rows))
         stats["log_p"] = posterior.log_densities.summed(theta, chunks)
+        if program.factors_of_rows:
+            named = ", ".join(map(repr, program.factors_of_rows))
+            warn(
+                f"log_likelihood has the observed sites. What numpyro.factor adds for each row ({named}) is left out: "
+                "az.loo scores a part of the model. numpyro.infer.log_likelihood has these terms too."
+            )
         sampled["log_likelihood"] = {site: _in_model_order(program, site, chunks) for site in program.likelihood_sites}
-        sampled["posterior_predictive"] = prediction.at_draws(posterior, predictive_key, rows, theta)
+        names = {*program.observed_sites, *program.of_rows}
+        of_rows = prediction.given_local_latents(posterior, predictive_key, rows, theta, names)
+        outcomes = {name: of_rows.pop(name) for name in program.observed_sites if name in of_rows}
+        sampled["posterior"] = {**sampled["posterior"], **of_rows}
+        sampled["posterior_predictive"] = outcomes or prediction.at_draws(posterior, predictive_key, rows, theta)
         fixed["observed_data"] = jax.device_get(program.jitted(partial(observed_values, program), rows))
         fixed["constant_data"] = _other_arrays(rows, fixed["observed_data"])
     groups = {group: {name: np.asarray(v)[None] for name, v in values.items()} for group, values in sampled.items()}

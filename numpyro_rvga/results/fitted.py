@@ -24,11 +24,13 @@ from ..engines.mean_field import MeanFieldState
 from ..engines.online import OnlineState
 from ..model import Program
 from ..model.data.row_set import RowSet
+from ..model.site_families import site_transforms
 from ..options import Info
 from .derived import derived_sites
 from .forward import ForwardRuns
 from .log_densities import LogDensities
 
+DRAWS_OF_QUANTILES, SURE = 10_000, 5.0  # draws, and standard errors of the share of them below a number
 DRAWN_NUMBERS = 2**22  # in the arrays of all rows, for draws that are computed together
 
 
@@ -178,10 +180,24 @@ class Fitted:
             [0.8 1. ]
 
         :param quantiles: one probability or an array of them.
-        :return: dict of sites of shape ``(*quantiles.shape, *site_shape)``: the marginal quantiles in unconstrained
-            space, pushed through the model's transforms. The caveat of :meth:`median` holds.
+        :return: dict of sites of shape ``(*quantiles.shape, *site_shape)``: the quantiles of each entry's marginal.
+            They are exact where the site's transform acts on each entry by itself. Of a simplex, an ordered vector, a
+            Cholesky factor and of deterministic sites, they are those of 10,000 draws, unless a monotone function of
+            one latent entry explains these.
+        :raises ValueError: for what is no probability.
         """
-        return self.constrain(_marginal_quantiles(self.gaussian, np.asarray(quantiles, self.mean.dtype)[..., None]))
+        levels = np.asarray(quantiles, self.mean.dtype)
+        if not np.all((levels >= 0) & (levels <= 1)):
+            raise ValueError(f"quantiles must be probabilities, from 0 to 1, not {quantiles!r}.")
+        sides = jax.device_get(
+            [self.constrain(_marginal_quantiles(self.gaussian, p[..., None])) for p in (levels, 1 - levels)]
+        )
+        pushed = {name: _in_order(levels, *(side[name] for side in sides)) for name in sides[0]}
+        others = [name for name in pushed if name not in self._transformed_by_entry]
+        if others:
+            draws = self.constrain(self.sample_unconstrained(jax.random.key(0), (DRAWS_OF_QUANTILES,)))
+            pushed |= {name: _explained(pushed[name], np.asarray(draws[name]), levels) for name in others}
+        return {name: jnp.asarray(values) for name, values in pushed.items()}
 
     def log_prob(self, sites: Mapping[str, ArrayLike]) -> Array:
         """The log density log q(theta) of the unconstrained vector theta that belongs to ``sites``.
@@ -216,6 +232,12 @@ class Fitted:
         :return: shape ``(...)``.
         """
         return _log_density(self.gaussian, theta)
+
+    @functools.cached_property
+    def _transformed_by_entry(self) -> frozenset[str]:
+        """Latent sites of which each entry is a function of one number."""
+        transforms = site_transforms(self.program, list(self.site_names))
+        return frozenset(name for name, transform in transforms.items() if not transform.domain.event_dim)
 
     @functools.cached_property
     def _deterministic_of_data(self) -> Callable[[Array, dict[str, ArrayLike]], dict[str, Array]]:
@@ -265,6 +287,21 @@ def _marginal_quantiles(gaussian: Family | GaussianMixture | MeanField, probabil
     if isinstance(gaussian, GaussianMixture | MeanField):
         return gaussian.marginal_quantiles(probabilities)
     return dist.Normal(gaussian.mean, gaussian.deviation()).icdf(probabilities)
+
+
+def _in_order(levels: np.ndarray, values: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
+    """Quantiles under a transform that may turn the order around. ``mirrored``: the values at one minus the levels."""
+    lower = np.reshape(levels <= 0.5, (*levels.shape, *[1] * (values.ndim - levels.ndim)))
+    return np.where(lower, np.minimum(values, mirrored), np.maximum(values, mirrored))
+
+
+def _explained(quantiles: np.ndarray, draws: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Quantiles (*levels.shape, ...) if as many of the draws (n, ...) are below as should be, else the draws' own."""
+    below = np.array([np.mean(draws <= q, axis=0) for q in np.reshape(quantiles, (-1, *draws.shape[1:]))])
+    expected = np.reshape(levels, (-1, *[1] * (draws.ndim - 1)))
+    if np.all(np.abs(below - expected) <= SURE * np.sqrt(expected * (1 - expected) / len(draws))):
+        return quantiles
+    return np.quantile(draws.astype(quantiles.dtype), levels, axis=0)
 
 
 def check_shape(sample_shape: tuple[int, ...]) -> None:

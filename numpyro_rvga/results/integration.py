@@ -282,6 +282,8 @@ def integrate(
 ) -> Info:
     """See :meth:`Posterior.integrate`."""
     check_choice("marginal", marginal, MARGINALS)
+    if isinstance(sites, str) and sites != "auto":
+        raise ValueError(f"sites must be 'auto' or a list of site names, not {sites!r}.")
     program = posterior.program
     rows = program.rows(data)
     program.check_rows(rows)

@@ -21,10 +21,13 @@ MOST_UNDEFINED = 0.01  # of draws, where the log joint may be NaN: NUTS takes su
 
 
 def rows_with_outcome(program: Program, data: Data) -> dict[str, Any]:
-    """:raises ValueError: if an observed site is not observed in ``data``; it would be drawn at random."""
+    """:raises ValueError: if an observed site is not observed in ``data``, as it would be drawn at random; and for an
+    outcome outside of its distribution's support."""
     rows = program.rows(data)
     few = rows if program.whole else {name: values[:2] for name, values in rows.items()}
     program.abstractly(partial(observed_values, program), few)
+    if not program.whole:  # rows of a whole program are its own, which were checked when it was read
+        program.check_rows(rows)
     return rows
 
 

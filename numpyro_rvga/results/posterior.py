@@ -88,7 +88,7 @@ class Posterior(Fitted):
         sites = self.constrain(theta, rows)
         if rows is not None and local_key is not None:
             flat = jnp.reshape(theta, (-1, theta.shape[-1]))
-            local = prediction.local_latents(self, local_key, rows, flat)
+            local = prediction.given_local_latents(self, local_key, rows, flat, self.program.of_rows)
             sites |= {name: jnp.reshape(value, (*sample_shape, *value.shape[1:])) for name, value in local.items()}
         return sites
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..model.bound.local_draws import draw_row_latents
 from ..model.data.rows import Arrays, Data, num_rows
 from ..model.handlers.tracing import base_distribution
 from ..model.terms.site_terms import unconstrained_parameters
-from ..options import check_choice
+from ..options import check_choice, check_count
 from .fitted import Fitted
 from .forward import Unconditioned
 from .log_joint import rows_with_outcome
@@ -73,6 +73,7 @@ def predictive(
         return closed_form(posterior, data)
     if rng_key is None:
         raise ValueError(f"method={method!r} draws: pass rng_key=jax.random.key(0).")
+    check_count("num_samples", num_samples)
     return DRAWN[method](posterior, rng_key, data, num_samples)
 
 
@@ -176,32 +177,57 @@ def local_latents(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array)
     return _forward(posterior, rng_key, rows, theta, set(program.local_names))
 
 
-def _forward(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:
+def given_local_latents(
+    posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array, names: Collection[str]
+) -> dict[str, Array]:
+    """The rows' own latent variables as :func:`local_latents` draws them, and sites of the rows given these. Nothing
+    where rows have none.
+
+    :param names: of the sites.
+    """
+    local_key, site_key = jax.random.split(rng_key)
+    local = local_latents(posterior, local_key, rows, theta)
+    return local | _forward(posterior, site_key, rows, theta, set(names), local) if local else {}
+
+
+def _forward(
+    posterior: Fitted,
+    rng_key: Array,
+    rows: Arrays,
+    theta: Array,
+    names: set[str],
+    local: Mapping[str, Array] | None = None,
+) -> dict[str, Array]:
+    """:param local: values of the rows' own latent variables; default: they are drawn as well."""
     sites = posterior.constrain_latents(theta)
-    return posterior.forward_runs(rng_key, {name: sites[name] for name in posterior.site_names}, rows, names)
+    latents = {name: sites[name] for name in posterior.site_names}
+    return posterior.forward_runs(rng_key, {**latents, **(local or {})}, rows, names) if names else {}
 
 
 def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:
     """Run the model on the rows that it was fitted to and the new ones together, latent sites that have grown completed
     by draws given those that are in the posterior."""
     program = posterior.program
-    old = num_rows(program.example_rows)
     both = {name: _joined(program.example_rows[name], rows[name]) for name in rows}
-    arguments, keywords = program.call_arguments(both)
-    model = Unconditioned(program.runner(num_rows(both)))
 
-    def one(key, theta):
+    def run(key: Array, theta: Array, rows: Arrays) -> tuple[dict[str, Array], set[str]]:
+        """The values of the sites, and which of them have grown besides those of ``names``."""
         fitted = program.constrain(theta)
         latents = {name: fitted[name] for name in program.layout.site_names}
+        model = Unconditioned(program.runner(num_rows(rows)))
         completed = Completion(handlers.seed(model, key), latents)
+        arguments, keywords = program.call_arguments(rows)
         with handlers.block(), program.evaluating():
             trace = handlers.trace(completed).get_trace(*arguments, **keywords)
         grown = completed.grown | {n for n, value in fitted.items() if n in trace and _grew(trace[n], value)}
-        values = {}
-        for name in names | grown:
-            axis = 0 if name in grown else program.row_axis(name)
-            values[name] = jnp.moveaxis(jnp.moveaxis(trace[name]["value"], axis, 0)[old:], 0, axis)
-        return values
+        return {name: trace[name]["value"] for name in names | grown}, grown
+
+    def one(key, theta):
+        before = jax.eval_shape(lambda *at: run(*at, program.example_rows)[0] | program.constrain(theta), key, theta)
+        values, grown = run(key, theta, both)
+        axes = {name: 0 if name in grown else program.row_axis(name) for name in values}
+        places = {name: np.arange(before[name].shape[axis], values[name].shape[axis]) for name, axis in axes.items()}
+        return {name: jnp.take(value, places[name], axis=axes[name]) for name, value in values.items()}
 
     return jit(jax.vmap(one))(jax.random.split(rng_key, len(theta)), theta)
 

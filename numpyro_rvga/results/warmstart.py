@@ -64,6 +64,12 @@ def nuts(posterior: Fitted, **nuts_kwargs: Any) -> NUTS:
     blocks = nuts_kwargs.pop("dense_mass", dense)
     if isinstance(blocks, bool):
         blocks = [posterior.site_names] if blocks else []
+    unknown = [name for names in blocks for name in names if name not in posterior.site_names]
+    if unknown:
+        raise ValueError(
+            f"dense_mass names {unknown[0]!r}, which is no latent site of the model: these are "
+            f"{', '.join(posterior.site_names)}."
+        )
     options = {
         "dense_mass": blocks,
         "inverse_mass_matrix": _mass_blocks(posterior, blocks),
@@ -106,7 +112,7 @@ def as_guide(posterior: Fitted) -> tuple[AutoContinuous, dict[str, Array]]:
     the model on a few rows only: its own methods return deterministic sites inside the row plate for those rows.
 
     :return: the guide and its parameters, ``auto_loc`` and ``auto_scale_tril`` (or ``auto_scale``), in the guide's
-        own flat order.
+        own flat order, and the values of the model's ``numpyro.param`` sites.
     """
     program = posterior.program
     _refuse_local(program.local_names, "a guide")
@@ -119,7 +125,7 @@ def as_guide(posterior: Fitted) -> tuple[AutoContinuous, dict[str, Array]]:
     with handlers.block(), handlers.seed(rng_seed=0):
         guide(*arguments, **keywords)
     order = _guide_order(posterior, guide)
-    params = {f"{guide.prefix}_loc": posterior.mean[order]}
+    params = posterior.params | {f"{guide.prefix}_loc": posterior.mean[order]}
     if diagonal:
         params[f"{guide.prefix}_scale"] = posterior.gaussian.deviation()[order]
     else:

@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.infer import MCMC, NUTS
 
 from numpyro_rvga import RVGA, FixedPointVI
 from numpyro_rvga.engines.engine import Engine
@@ -68,3 +69,19 @@ def test_rounding_errors_are_those_of_the_density(shift, is_rounded):
         if is_rounded:
             with pytest.warns(UserWarning, match=r"32-bit numbers.*enable_x64"):
                 assert not is_worth_more(method.last_engine, state, ROWS, 1.0, 0.0)
+
+
+def correlated(x, y):
+    scale, noise = (numpyro.sample(name, dist.HalfNormal(1.0)) for name in ("scale", "noise"))
+    covariance = jnp.exp(-0.5 * ((x[:, None] - x) / scale) ** 2) + noise**2 * jnp.eye(len(x))
+    numpyro.sample("y", dist.MultivariateNormal(0.0, covariance), obs=y)
+
+
+def test_a_model_that_nuts_has_run_in_single_precision_is_fitted():
+    """JAX keeps parts of it as they were compiled, and these do not take double precision."""
+    data = {"x": np.linspace(-3.0, 3.0, 30), "y": np.sin(np.linspace(-3.0, 3.0, 30))}
+    with jax.enable_x64(False):
+        mcmc = MCMC(NUTS(correlated), num_warmup=5, num_samples=5, progress_bar=False)
+        mcmc.run(jax.random.key(0), **data)
+        posterior = RVGA(correlated).run(data, progress_bar=False)
+    assert posterior.info["converged"]

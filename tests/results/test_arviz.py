@@ -21,6 +21,8 @@ from numpyro.infer import log_likelihood
 from numpyro.infer.util import potential_energy
 from scipy import stats
 
+from numpyro_rvga import RVGA
+
 az = pytest.importorskip("arviz")
 OUTCOME = np.array([0.1, 0.4, -0.3])
 
@@ -109,7 +111,8 @@ def outputs(x, y=None):
 def test_plates_name_dimensions_and_factors_are_no_observations():
     x, y = np.arange(1.0, 5.0), np.random.default_rng(0).normal(size=(4, 2))
     posterior = posterior_of(outputs, {"x": x, "y": y}, np.array([0.2, -0.4]), 0.1 * np.eye(2))
-    converted = posterior.to_arviz({"x": x, "y": y}, num_samples=5)
+    with pytest.warns(UserWarning, match=r"What numpyro.factor adds for each row \('of_each_row'\) is left out"):
+        converted = posterior.to_arviz({"x": x, "y": y}, num_samples=5)
     slopes = np.asarray(converted["posterior"]["slope"])[0]
     terms = 3 * stats.norm.logpdf(y.T, slopes[:, :, None] * x)
     assert set(converted["log_likelihood"].data_vars) == {"y"}
@@ -121,6 +124,28 @@ def test_plates_name_dimensions_and_factors_are_no_observations():
     factors = -0.1 * slopes.sum(1) ** 2 - 0.01 * slopes[:, 0] ** 2 * x.sum()
     log_p = stats.norm.logpdf(slopes).sum(1) + factors + terms.sum((1, 2))
     np.testing.assert_allclose(converted["sample_stats"]["log_p"][0], log_p, rtol=1e-4)
+
+
+def latent_of_each_row(noise, y=None):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 2.0))
+    with numpyro.plate("rows", len(noise)):
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        level = numpyro.deterministic("level", mu + 2.0 * z)
+        numpyro.sample("y", dist.Normal(level, noise), obs=y)
+
+
+def test_latent_sites_of_rows_and_what_follows_from_them_are_in_the_posterior():
+    data = {"noise": np.array([0.5, 1.0, 2.0, 1.0]), "y": np.array([6.0, -3.0, 1.0, 2.0])}
+    posterior = RVGA(latent_of_each_row, local="marginal").run(data, progress_bar=False)
+    converted = posterior.to_arviz(data, num_samples=4000)
+    design = np.concatenate([np.ones((4, 1)), 2.0 * np.eye(4)], axis=1)  # of the rows, in mu and z
+    precision = np.diag([0.25, 1, 1, 1, 1]) + design.T @ np.diag(data["noise"] ** -2) @ design
+    levels = design @ np.linalg.solve(precision, design.T @ (data["y"] / data["noise"] ** 2))
+    np.testing.assert_allclose(converted["posterior"]["level"].mean(("chain", "draw")), levels, atol=0.1)
+    np.testing.assert_allclose(converted["posterior_predictive"]["y"].mean(("chain", "draw")), levels, atol=0.2)
+    assert set(converted["posterior"].data_vars) == {"mu", "z", "level"}
+    assert set(converted["posterior_predictive"].data_vars) == {"y"}
+    assert set(posterior.sample_posterior(jax.random.key(0), (3,), data)) == {"mu", "z", "level"}
 
 
 def test_the_users_dimensions_and_coordinates_win(posterior):

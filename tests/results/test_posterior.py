@@ -89,6 +89,31 @@ def test_quantiles_are_transformed_marginal_quantiles(posterior, quantiles):
     np.testing.assert_allclose(found["deviation"], np.exp(normal[..., 3]), rtol=1e-5)
 
 
+def shares_and_bounds(y=None):
+    shares = numpyro.sample("shares", dist.Dirichlet(jnp.ones(3)))
+    below = numpyro.sample("below", dist.TruncatedNormal(0.0, 1.0, high=0.0))
+    numpyro.deterministic("last less first", shares[2] - shares[0])
+    numpyro.deterministic("twice", 2 * below)
+    with numpyro.plate("rows", 40):
+        numpyro.sample("y", dist.Normal(below, 1.0).mask(y < 3), obs=y)
+        numpyro.factor("counts", jnp.log(shares)[jnp.arange(40) % 3])
+
+
+def test_quantiles_of_sites_without_a_monotone_transform_are_those_of_draws():
+    posterior = FixedPointVI(shares_and_bounds).run({"y": np.full(40, -0.5)}, progress_bar=False)
+    levels = [0.05, 0.5, 0.95]
+    found, draws = posterior.quantiles(levels), posterior.sample_posterior(jax.random.key(8), (20_000,))
+    for name, values in found.items():
+        spread = np.asarray(draws[name]).std(0)
+        np.testing.assert_allclose(values, np.quantile(draws[name], levels, axis=0), atol=0.06 * spread.max())
+    np.testing.assert_allclose(found["twice"], 2 * found["below"], rtol=1e-5)
+
+
+def test_quantiles_are_asked_for_by_probabilities(posterior):
+    with pytest.raises(ValueError, match=r"must be probabilities, from 0 to 1, not \[5, 95\]"):
+        posterior.quantiles([5, 95])
+
+
 def test_median_is_the_half_quantile_at_the_mean(posterior):
     np.testing.assert_allclose(flat(posterior.median()), MEAN, atol=1e-5)
     half = posterior.quantiles(0.5)
@@ -331,3 +356,48 @@ def test_update_is_the_posterior_of_all_rows():
         np.testing.assert_allclose(found.mean, mean, rtol=2e-3, atol=1e-3)
         np.testing.assert_allclose(found.covariance, covariance, rtol=2e-2, atol=1e-5)
         assert found.num_rows == len(rows["y"])
+
+
+def test_after_an_update_convergence_is_not_claimed():
+    """The second rows' own solve converges, and the first rows are an approximation."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 2))
+    y = (rng.random(60) < expit(x @ [1.5, -1.0])).astype(int)
+    halves = [{"X": x[part], "y": y[part]} for part in (slice(0, 30), slice(30, 60))]
+    first = RVGA(logistic).run(halves[0], progress_bar=False)
+    assert first.info["converged"] is True
+    assert first.update(halves[1], progress_bar=False).info["converged"] is None
+
+
+def logistic(X, y=None):
+    slopes = numpyro.sample("slopes", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ slopes), obs=y)
+
+
+@pytest.mark.parametrize("method", ["predictive", "to_arviz"])
+def test_a_number_of_draws_is_positive(method):
+    data = {"X": np.ones((3, 2)), "y": np.array([0, 1, 1])}
+    posterior = RVGA(logistic).run(data, progress_bar=False)
+    arguments = {"predictive": (KEY, data), "to_arviz": (data,)}[method]
+    with pytest.raises(ValueError, match="num_samples must be a positive integer, not 0"):
+        getattr(posterior, method)(*arguments, num_samples=0)
+
+
+def test_outcomes_outside_their_support_are_refused_after_a_run_too():
+    data = {"X": np.ones((3, 2)), "y": np.array([0, 1, 1])}
+    posterior = RVGA(logistic).run(data, progress_bar=False)
+    with pytest.raises(ValueError, match="row 1 of array 'y' holds 2"):
+        posterior.khat(data | {"y": np.array([0, 2, 1])})
+
+
+def test_one_name_is_no_list_of_sites():
+    data = {"X": np.ones((3, 2)), "y": np.array([0, 1, 1])}
+    posterior = RVGA(logistic).run(data, progress_bar=False)
+    with pytest.raises(ValueError, match="sites must be 'auto' or a list of site names, not 'slopes'"):
+        posterior.integrate(data, sites="slopes")
+
+
+def test_merge_takes_a_list_of_posteriors(posterior):
+    with pytest.raises(ValueError, match=r"merge takes a list of posteriors: Posterior.merge\(\[first, second\]\)"):
+        Posterior.merge(posterior, posterior)

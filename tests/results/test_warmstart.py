@@ -21,7 +21,7 @@ from numpyro.infer.reparam import NeuTraReparam
 from numpyro.infer.util import log_density
 from scipy.stats import norm
 
-from numpyro_rvga import RVGA, Posterior
+from numpyro_rvga import RVGA, FixedPointVI, Posterior
 from numpyro_rvga.core.gaussians import FullGaussian
 from numpyro_rvga.results import warmstart
 
@@ -173,8 +173,9 @@ def test_guide_parameters_are_a_location_and_a_cholesky_factor(guided):
 def test_guide_has_the_posteriors_median_and_quantiles(guided):
     posterior, guide, params = guided
     quantiles = guide.quantiles(params, [0.1, 0.5, 0.9])
-    for name, expected in posterior.quantiles([0.1, 0.5, 0.9]).items():
-        np.testing.assert_allclose(quantiles[name], expected, rtol=1e-4, atol=1e-4, err_msg=name)
+    found = posterior.quantiles([0.1, 0.5, 0.9])
+    for name in posterior.site_names:
+        np.testing.assert_allclose(quantiles[name], found[name], rtol=1e-4, atol=1e-4, err_msg=name)
         np.testing.assert_allclose(guide.median(params)[name], posterior.median()[name], rtol=1e-4, atol=1e-4)
 
 
@@ -244,3 +245,23 @@ def test_nuts_sums_over_the_states_that_the_posterior_has_summed_over():
     assert abs(np.log(draws.std() / deviation)) < 0.1
     with pytest.raises(NotImplementedError, match="'state' is a latent variable that q sums over"):
         posterior.as_guide()
+
+
+def with_param(x, y=None):
+    level = numpyro.param("level", 0.0)
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Normal(level + slope * x, 0.5), obs=y)
+
+
+def test_guide_predicts_with_learned_parameters():
+    x = np.linspace(-1.0, 1.0, 40)
+    posterior = FixedPointVI(with_param).run({"x": x, "y": 5.0 + x}, progress_bar=False)
+    guide, params = posterior.as_guide()
+    predicted = Predictive(with_param, guide=guide, params=params, num_samples=400)(KEY, x)["y"]
+    np.testing.assert_allclose(predicted.mean(0), 5.0 + x, atol=0.2)
+
+
+def test_blocks_of_unknown_sites_are_refused(posterior):
+    with pytest.raises(ValueError, match=r"dense_mass names 'slope', .*: these are slopes, intercept"):
+        posterior.nuts(dense_mass=[("slope",)])

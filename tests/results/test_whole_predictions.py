@@ -43,6 +43,22 @@ def test_new_rows_are_predicted_where_the_model_reads_its_data(model):
     np.testing.assert_allclose(drawn.mean(0), [Y[GROUP == 2].mean(), Y[GROUP == 0].mean()], atol=0.05)
 
 
+def two_tables(xa, xb, ya=None, yb=None):
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    numpyro.sample("ya", dist.Normal(slope * xa, 0.1), obs=ya)
+    numpyro.sample("yb", dist.Normal(10.0 + slope * xb, 0.1), obs=yb)
+
+
+@pytest.mark.parametrize("lengths", [(40, 15), (15, 40)])
+def test_new_rows_of_each_of_two_tables_are_predicted(lengths):
+    xa, xb = (RNG.normal(size=n) for n in lengths)
+    data = {"xa": xa, "xb": xb, "ya": xa, "yb": 10.0 + xb}
+    posterior = RVGA(two_tables).run(data, progress_bar=False)
+    drawn = posterior.predictive(jax.random.key(0), {"xa": np.arange(3.0), "xb": np.array([5.0, 6.0])})
+    np.testing.assert_allclose(drawn["ya"].mean(0), np.arange(3.0), atol=0.1)
+    np.testing.assert_allclose(drawn["yb"].mean(0), [15.0, 16.0], atol=0.2)
+
+
 def counts_of_steps(y):
     base = numpyro.sample("base", dist.Normal(0.0, 1.0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -161,7 +162,7 @@ class FullGaussian:
 
     def log_prob(self, theta: Array) -> Array:
         lower = self.scale_tril()
-        flat = (theta - self.mean).reshape(-1, len(self.mean))
+        flat = (theta - self.mean).reshape(math.prod(theta.shape[:-1]), len(self.mean))
         lengths = jnp.sum(solve_lower(lower, flat.T) ** 2, axis=0).reshape(theta.shape[:-1])
         return log_normal(lengths, 2 * jnp.sum(jnp.log(jnp.diagonal(lower))), len(self.mean))
 

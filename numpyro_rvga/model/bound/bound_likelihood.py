@@ -288,6 +288,14 @@ class BoundLikelihood(BoundPrior):
         outside = [name for name in self.observed_sites if name not in self._tied]
         return (*outside, *self._integrated)
 
+    @property
+    def factors_of_rows(self) -> tuple[str, ...]:
+        """Factors with a value for each row, which are no penalty or prior."""
+        factors = [name for name in self._row_sites if name not in (*self.observed_sites, *self._tied)]
+        if not self.whole:
+            return tuple(name for name in factors if self._row_axes[name] is not None)
+        return tuple(name for name in factors if self.row_plates.intersection(self.plates.get(name, ())))
+
     def _log_probs(self, theta, rows, names):
         records = self.records(theta, rows)
         return {name: _log_prob(records[name]) for name in names}

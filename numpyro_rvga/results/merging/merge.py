@@ -73,7 +73,10 @@ def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: 
 
     :raises ValueError: as :func:`merge`.
     """
-    parts, limit = list(parts), checked_rounds(rounds)
+    limit = checked_rounds(rounds)
+    if not isinstance(parts, Sequence) or not all(isinstance(part, Fitted) for part in parts):
+        raise ValueError("merge takes a list of posteriors: Posterior.merge([first, second]), or of loaded ones.")
+    parts = list(parts)
     if data is None and limit not in (None, 1):
         raise ValueError(f"rounds={rounds!r} solves for the parts again, and needs their rows: pass data=.")
     if not parts:
