@@ -107,6 +107,11 @@ EXAMPLES = {
     "the same, one by one": Example(
         lambda t, x: sum(jnp.exp(x @ t[:3] + jnp.sin(s * t[4]) + (t[5] - t[3]) * s) for s in (1.0, 2.0, 4.0)), 3, (X,)
     ),
+    "a sum that is the same along an axis": Example(
+        lambda t, g: jnp.sum(jnp.sin((t[0] + t[1:4])[:, None] * X)[g]) * jnp.exp((t[0] + t[1:4])[:, None] + X)[g, 1],
+        1,
+        (G,),
+    ),
     "square": Example(lambda t, x: (x @ t[:3]) ** 2, 1, (X,)),
     "choice made by the row": Example(lambda t, g: jnp.sin(jnp.where(g > 1, t[0], t[1])), 1, (G,)),
     "choice made by theta": Example(lambda t: jnp.where(t[0] > 0, jnp.sin(t[1]), jnp.cos(t[1])), 2),

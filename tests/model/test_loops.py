@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import lax
+from jax.scipy.special import logsumexp
 from numpyro.contrib.control_flow import scan
 from numpyro.infer.util import potential_energy
 from scipy.stats import multivariate_normal
@@ -120,6 +121,51 @@ def test_the_best_gaussian_of_a_loop_is_where_the_models_own_gradients_vanish(mo
     gradients = -np.asarray(jax.jit(jax.vmap(jax.grad(energy)))(posterior.mean + z @ root.T)) @ root
     assert np.abs(gradients.mean(axis=0)).max() < 0.02
     assert np.abs(z.T @ gradients / len(z) + np.eye(len(root))).max() < 0.05
+
+
+GRID = np.linspace(-3.0, 3.0, 400)
+
+
+def seen_from_traps(y, grid):
+    """Where each animal lives is summed out over a grid: all rows take the same curves."""
+    level, slope, height, width = (numpyro.sample(n, dist.Normal(0.0, 0.5)) for n in ("a", "b", "c", "d"))
+    distances = grid[:, None] - jnp.arange(-1.0, 2.0)
+    chance = jnp.exp(-jnp.exp(height) * jnp.exp(-0.5 * (distances / jnp.exp(width)) ** 2))
+    curves = y @ jnp.log1p(-chance).T + (4.0 - y) @ jnp.log(chance).T
+    numpyro.factor("seen", logsumexp(curves + jax.nn.log_softmax(level * grid + slope * grid**2), axis=1).sum())
+
+
+def regression_of_own_numbers(y, grid):
+    """Of each row's own numbers alone."""
+    level, slope, height, width = (numpyro.sample(n, dist.Normal(0.0, 0.5)) for n in ("a", "b", "c", "d"))
+    curves = y * jnp.exp(level + slope * y) + jnp.exp(height) * jnp.cosh(jnp.exp(width) * y)
+    numpyro.factor("seen", -jnp.log(curves**2 + 1.0).sum())
+
+
+@pytest.mark.parametrize("model, by_draws", [(seen_from_traps, True), (regression_of_own_numbers, False)])
+def test_rows_are_taken_together_where_most_of_the_work_is_theirs_in_common(model, by_draws):
+    rows = {"y": np.random.default_rng(0).integers(0, 3, (60, 3)).astype(float)}
+    program = Program(model, rows, {"grid": GRID}, all_rows=rows, by_draws=True)
+    assert [terms.by_draws for terms in program.terms] == [by_draws]
+
+
+def test_rows_that_are_taken_together_are_at_the_best_gaussian():
+    """Where the mean of the gradient of the log density is zero, and the precision the mean of its negative Hessian."""
+    rows = {"y": np.random.default_rng(0).integers(0, 3, (60, 3)).astype(float)}
+    posterior = RVGA(seen_from_traps).run(rows, grid=GRID, progress_bar=False)
+    theta, root = posterior.sample_unconstrained(jax.random.key(0), (2000,)), posterior.scale
+
+    def log_joint(x):
+        sites = dict(zip(posterior.site_names, x))
+        return -potential_energy(seen_from_traps, (rows["y"], GRID), {}, sites)
+
+    def derivatives(x):
+        return jax.grad(log_joint)(x) @ root, root.T @ jax.hessian(log_joint)(x) @ root
+
+    slopes, curvatures = jax.jit(lambda draws: lax.map(derivatives, draws, batch_size=100))(theta)
+    errors = np.array(slopes).std(0) / np.sqrt(len(theta))
+    assert np.all(np.abs(np.mean(slopes, axis=0)) < 5 * errors)
+    np.testing.assert_allclose(np.mean(curvatures, axis=0), -np.eye(4), atol=0.1)
 
 
 @pytest.mark.parametrize("model, by_draws, count", [(arma, True, 1), (ratings, False, 1), (decay, False, 120)])

@@ -8,7 +8,15 @@ import numpy as np
 
 from .nodes import AFFINE, Node
 from .primitives import ARITHMETIC
-from .selection import Selection, broadcast_selection, constant_index, of_indices, possible_values, without_ones
+from .selection import (
+    Selection,
+    broadcast_selection,
+    composed,
+    constant_index,
+    of_indices,
+    possible_values,
+    without_ones,
+)
 
 MOST_COUNTED = 4096  # entries of an affine node whose columns are listed one by one
 LARGEST_MAP = 2**16  # entries of an array of which it is looked up where a selection has them
@@ -55,6 +63,12 @@ def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
     few = [values.reshape([-1 if a == i else 1 for a in range(len(shape))]) for i, (values, _) in enumerate(uniques)]
     back = [constant_index(at.reshape(index.shape)) for (_, at), index in zip(uniques, selection.indices)]
     return Selection(shape, tuple(map(constant_index, few))), Selection(selection.shape, tuple(back))
+
+
+def first_of(selection: Selection) -> Selection:
+    """The first of the entries."""
+    one = (1,) * len(selection.shape)
+    return composed(selection, Selection(one, (constant_index(np.zeros(one)),) * len(one)))
 
 
 def num_distinct(affine: Node) -> int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .entries import num_distinct, without_repetition
+from .entries import first_of, num_distinct, without_repetition
 from .factoring import FACTORABLE, image_of, products_of
 from .like_pieces import LikePieces, chosen_from_pieces, inside_piece, only_piece, piece_number
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value
@@ -79,7 +79,7 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
         made = node.of(parents, node.kind, shape, in_shapes)
         if node.kind == AFFINE:
             whole, inner = node.pushed or (node, everything(node.shape))
-            made.pushed = whole, composed(inner, selection)
+            made.pushed = whole, composed(inner, selection if made.size == selection.size else first_of(selection))
         if node.operand is not None:
             made.operand = selected_value(graph, node.operand, selection)
         return made

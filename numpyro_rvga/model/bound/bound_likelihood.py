@@ -57,7 +57,7 @@ class BoundLikelihood(BoundPrior):
         self.mixed_sites = frozenset(self._tied.intersection(self.layout.site_names))
         all_terms = [terms for terms, *_ in integrated if terms is not None]
         self.mixed_priors = tuple(terms for terms in all_terms if terms.site not in self._integrated)
-        self.terms = self._all_terms([terms for terms in all_terms if terms.site in self._integrated])
+        self.terms = self._all_terms([terms for terms in all_terms if terms.site in self._integrated], rows)
         self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
         if self.row_latents is not None:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
@@ -70,10 +70,10 @@ class BoundLikelihood(BoundPrior):
         self.selections = self._find_selections()
         return checks
 
-    def _all_terms(self, integrated: list[Terms]) -> tuple[Terms, ...]:
+    def _all_terms(self, integrated: list[Terms], rows: Arrays) -> tuple[Terms, ...]:
         """The terms of row sites. Those of a whole program are cut into as many equal pieces as divide all of them.
 
-        :param integrated: of sites that latent variables are integrated out of."""
+        :param integrated: of sites that latent variables are integrated out of. :param rows: all that are at hand."""
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
         row = self.shared if self.whole else {**self.example_row, **self.shared}
         by_draws = self._takes_draws
@@ -83,7 +83,9 @@ class BoundLikelihood(BoundPrior):
             all_terms = sums_of_sites(self._run_all, sites, theta, row, by_draws=by_draws)
             sites = [name for name in sites if not any(name in terms.summed for terms in all_terms)]
         for site in sites:
-            options = {"prefer_parameters": self.options.prefer_parameters, "by_draws": by_draws}
+            options: dict[str, Any] = {"prefer_parameters": self.options.prefer_parameters, "by_draws": by_draws}
+            if by_draws and not self.whole:
+                options["rows"] = {name: rows[name] for name in self.example_row}
             terms = site_terms(self._site_runner(site), site, theta, row, **options)
             if not terms.by_draws:
                 terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)

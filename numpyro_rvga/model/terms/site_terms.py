@@ -56,6 +56,7 @@ def site_terms(
     *,
     prefer_parameters: bool,
     by_draws: bool = False,
+    rows: Arrays | None = None,
 ) -> Terms:
     """Split one site's terms.
 
@@ -66,6 +67,7 @@ def site_terms(
     :param by_draws: where a split names too many predictors, take expectations over draws of theta. Default: the
         distribution's parameters are linearized, if they are fewer. Where each term runs most of the model again, all
         are one term, of few predictors or of theta.
+    :param rows: with ``by_draws``, the arrays of all rows in one solve, without what they share.
     """
     example = _example_of(run_site, theta, row)
     count = example.num_elements
@@ -78,7 +80,10 @@ def site_terms(
     if not prefer_parameters:
         split = factorize(lambda t, r, e: elements(run_site(t, r))[e], theta, row, ELEMENT)
         num_predictors = min(split.num_predictors, theta.shape[0])
-        if by_draws and _repeats_the_model(run_site, split, theta, row, count):
+        if by_draws and rows and num_predictors >= MIN_PREDICTORS:
+            if _repeats_the_model(run_site, split, theta, row, count, rows):
+                return theta_terms(site, theta.shape[0], total)
+        elif by_draws and _repeats_the_model(run_site, split, theta, row, count, {}):
             of_all = factorize(lambda t, r, _: total(t, r), theta, row, ELEMENT)
             if min(of_all.num_predictors, theta.shape[0]) < MIN_PREDICTORS:
                 return affine_terms(site, 1, of_all.at_most(theta.shape[0]))
@@ -114,12 +119,24 @@ def _addend_terms(
 
 
 def _repeats_the_model(
-    run_site: RunSite, split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays, num_elements: int
+    run_site: RunSite, split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays, num_elements: int, rows: Arrays
 ) -> bool:
-    """Whether a site's terms one by one compute far more than all at once, as where each is the end of a loop."""
+    """Whether a site's terms one by one compute far more than all at once, as where each is the end of a loop, or takes
+    what is the same in all rows.
+
+    :param rows: the arrays of all rows; none: there is one.
+    """
+
+    def of_rows(t, r, several):
+        if not several:
+            return elements(run_site(t, r))
+        return jax.vmap(lambda own: elements(run_site(t, {**r, **own})))(several)
+
+    several = {name: jax.ShapeDtypeStruct((len(x), 1, *x.shape[1:]), row[name].dtype) for name, x in rows.items()}
+    num_terms = num_elements * max(map(len, rows.values()), default=1)
     of_one = numbers_of_one(split, theta, row)
-    of_all = numbers_in(jax.make_jaxpr(lambda t, r: elements(run_site(t, r)))(theta, row).jaxpr)
-    return num_elements * of_one > REPEATED * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * of_all
+    of_all = numbers_in(jax.make_jaxpr(of_rows)(theta, row, several).jaxpr)
+    return num_terms * of_one > REPEATED * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * of_all
 
 
 def numbers_of_one(split: Factorization, theta: jax.ShapeDtypeStruct, row: Arrays) -> int:
