@@ -271,7 +271,7 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
     finest = at_density(partial(ex.quadrature, 1) if nodes is None else over_nodes)
     if options.expectation != "auto":
         return _Rule(finest, True, expect, has_errors=True)
-    values = values_by_many_nodes(terms.density) if terms.num_predictors in CUBE_NODES else None
+    values = values_by_many_nodes(terms.density, terms.num_nodes) if terms.num_predictors in CUBE_NODES else None
     return _Rule(finest, True, expect, has_errors=True, few=few, values=values)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ..dynamics import Dynamics, movement_of
 from ..model.bad_rows import check_reading, check_start, check_states
 from ..model.bound import bad_indices
-from ..model.bound.validation import check_independence
+from ..model.bound.validation import check_affordable, check_independence
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.data.rows import Data, Keywords, Rows, num_rows, same, snapshot
 from ..model.half_lines import read_on_positive_half
@@ -257,6 +257,8 @@ class Engines:
             if self._local != "auto" and not (self._batch and isinstance(error, LocalStates)):
                 raise
             program = self._read(rows, model_kwargs, **options | {"local": "marginal"})
+            if options["by_draws"] and self._local == "auto":
+                check_affordable(program, num_rows(rows))
         if not self._whole:
             check_independence(program)
         if program.params.layout.size and not self._batch:

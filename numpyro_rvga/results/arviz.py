@@ -93,7 +93,7 @@ def converted(
     if rows is not None:
         chunks = list(posterior.log_densities.chunks(theta, rows))
         stats["log_p"] = posterior.log_densities.summed(theta, chunks)
-        if program.factors_of_rows:
+        if program.likelihood_sites and program.factors_of_rows:
             named = ", ".join(map(repr, program.factors_of_rows))
             warn(
                 f"log_likelihood has the observed sites. What numpyro.factor adds for each row ({named}) is left out: "

@@ -170,3 +170,19 @@ def test_rows_log_likelihoods_are_integrals():
     found = program.log_likelihood(jnp.array([0.4]), program.inputs(COUNTS))["y"]
     expected = dist.GammaPoisson(2.0, 2.0 / jnp.exp(0.4 * X)).log_prob(COUNTS["y"])
     np.testing.assert_allclose(found, jax.device_get(expected), atol=1e-5)
+
+
+def three_abilities(successes, trials):
+    level, slope, scale = (numpyro.sample(n, dist.HalfNormal(1.0).expand([3]).to_event(1)) for n in ("a", "b", "c"))
+    with numpyro.plate("rows", len(successes)):
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        first, second, third = (level - slope + scale * z).T
+        chance = jax.nn.sigmoid(first) * jax.nn.sigmoid(second) * (1 - 0.9 * jax.nn.sigmoid(third))
+        numpyro.sample("successes", dist.Binomial(trials, chance), obs=successes)
+
+
+def test_rows_whose_integrals_take_too_long_are_solved_for_with_their_latent_variables():
+    successes = np.random.default_rng(0).binomial(20, 0.2, 60)
+    posterior = RVGA(three_abilities).run({"successes": successes, "trials": np.full(60, 20)}, progress_bar=False)
+    assert posterior.info["rows"] == "joint" and "local='marginal' takes them" in posterior.info["reason"]
+    assert "z" in posterior.site_names

@@ -54,6 +54,7 @@ SLOPE_NODES = {1: 80, 2: 20}  # along each axis, for slopes in phi's constants
 DIRECT_POINTS = 2**18  # in all, at which a rule of many nodes is no dearer
 DIRECT_NODES = 2**19  # of integrals at all points: likewise
 CACHED_POINTS = 2**14  # at which phi is evaluated at once, if all factors take the same rule
+CHUNK_NODES = 2**22  # of integrals at these points: their values are in memory together
 BATCH_POINTS = 2**16  # and if they take finer ones
 MOST_BATCH = 1024  # factors
 LEAST_POINTS = 2**10  # of a batch, however dear each is: they are enough for one call of the compiled functions
@@ -83,7 +84,7 @@ def expectations(
     """
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
     if effort == "few":
-        first = partial(_by_first_rule, phi, num_predictors, tolerances)
+        first = partial(_by_first_rule, phi, num_predictors, tolerances, cost)
         few = _differentiable(lambda *factors: first(*factors)[1:], phi, fifth_degree_rule(num_predictors))
 
         def by_few_nodes(*factors: Any, is_corrected: Array | None = None) -> tuple[Moments, Array]:
@@ -91,10 +92,10 @@ def expectations(
 
         return by_few_nodes
     batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
-    measure = partial(_by_ladder, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points)
+    measure = partial(_by_ladder, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points, cost)
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
         most = DIRECT_POINTS if cost == 1 else DIRECT_NODES // cost
-        measure = partial(_direct_or_ladder, measure, *_direct(phi, num_predictors, nodes), most)
+        measure = partial(_direct_or_ladder, measure, *_direct(phi, num_predictors, nodes), most, cost)
     if num_predictors in SLOPE_NODES:
         slope_nodes = hermite_rule(num_predictors, SLOPE_NODES[num_predictors])
     else:
@@ -102,13 +103,13 @@ def expectations(
     return _differentiable(measure, phi, slope_nodes)
 
 
-def values_by_many_nodes(phi: PHI) -> Callable[[Array, Array, PyTree], tuple[Array, Array]]:
+def values_by_many_nodes(phi: PHI, cost: int = 1) -> Callable[[Array, Array, PyTree], tuple[Array, Array]]:
     """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi] of n factors and the estimated errors, (n,)
-    each, by many nodes for all. Without slopes, which take longer to compile and to compute."""
+    each, by many nodes for all. Without slopes, which take longer to compile and to compute. ``cost``: as there."""
 
     def values(means: Array, covariances: Array, constants: PyTree) -> tuple[Array, Array]:
         of_each = jax.vmap(lambda *factor: value_by_cube(phi, factor_of(*factor)))
-        return _in_chunks(of_each, num_cube_nodes(means.shape[1]), (means, covariances, constants))
+        return _in_chunks(of_each, num_cube_nodes(means.shape[1]), cost, (means, covariances, constants))
 
     return values
 
@@ -117,6 +118,7 @@ def _by_first_rule(
     phi: PHI,
     num_predictors: int,
     tolerances: Tolerances,
+    cost: int,
     means: Array,
     covariances: Array,
     constants: PyTree,
@@ -125,16 +127,19 @@ def _by_first_rule(
     """n factors, with the moments (n, ...) and their errors (n,) by the fifth-degree rule."""
     num_points = len(fifth_degree_nodes(num_predictors)[0])
     first = jax.vmap(partial(_first_rule, phi, tolerances, is_corrected=is_corrected))
-    return _in_chunks(first, num_points, (means, covariances, constants))
+    return _in_chunks(first, num_points, cost, (means, covariances, constants))
 
 
-def _in_chunks(function: Callable, num_points: int, arguments: tuple) -> PyTree:
+def _in_chunks(function: Callable, num_points: int, cost: int, arguments: tuple) -> PyTree:
     """``function(*arguments)`` of n factors, some at a time: what it computes at their points then stays in the cache.
 
     Each takes factors from all over: where devices share them, all work on each chunk.
+
+    :param cost: as in :func:`expectations`.
     """
     total = len(arguments[0])
-    count = min(-(-total * num_points // CACHED_POINTS), total)
+    most = min(CACHED_POINTS, CHUNK_NODES // cost)
+    count = min(-(-total * num_points // most), total)
     if count == 1:
         return function(*arguments)
     size = -(-total // count)
@@ -152,6 +157,7 @@ def _direct_or_ladder(
     rule: Callable,
     num_points: int,
     most: int,
+    cost: int,
     means: Array,
     covariances: Array,
     constants: PyTree,
@@ -159,7 +165,7 @@ def _direct_or_ladder(
     """All factors by ``rule``, of so many points each, or by ``ladder`` if these are more than ``most``."""
     if len(means) * num_points > most:
         return ladder(means, covariances, constants)
-    return _in_chunks(jax.vmap(rule), num_points, (means, covariances, constants))
+    return _in_chunks(jax.vmap(rule), num_points, cost, (means, covariances, constants))
 
 
 def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callable, int]:
@@ -185,12 +191,13 @@ def _by_ladder(
     thorough: bool,
     tolerances: Tolerances,
     batch_points: int,
+    cost: int,
     means: Array,
     covariances: Array,
     constants: PyTree,
 ) -> tuple[Moments, Array]:
     """All factors by the fifth-degree rule, and those whose errors are too large by one finer rule after the other."""
-    factors, moments, errors = _by_first_rule(phi, num_predictors, tolerances, means, covariances, constants)
+    factors, moments, errors = _by_first_rule(phi, num_predictors, tolerances, cost, means, covariances, constants)
     result: tuple[Moments, Array] = moments, errors
     # If one value is not finite, the sum of all is of no use, however exact the others are.
     is_finite = jnp.all(jnp.isfinite(moments[0]))

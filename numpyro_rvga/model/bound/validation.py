@@ -20,6 +20,9 @@ from ..layout import Layout
 from ..terms.terms import linearize
 
 CHECKED_ROWS = 8
+MOST_INTEGRAND_VALUES = (
+    2**24
+)  # of all rows in an evaluation of the bound: beyond, latent variables of rows are solved for
 
 
 def find_row_plates(
@@ -162,6 +165,19 @@ def check_shared(layout: Layout, local_names: frozenset[str]) -> None:
             f"site {sorted(local_names)[0]!r} and all other latent variables belong to single rows: a recursion has "
             "nothing to learn from one row for the next."
         )
+
+
+def check_affordable(program: Any, num_rows: int) -> None:
+    """:raises NotImplementedError: naming a site of which integrals over rows' latent variables take longer than one
+    solve for all of these."""
+    for terms in program.terms:
+        size, most = terms.num_predictors, MOST_INTEGRAND_VALUES // max(num_rows * terms.num_elements, 1)
+        if terms.num_nodes > 1 and terms.num_nodes * (2 * size**2 + 1) > most:
+            raise NotImplementedError(
+                f"site {terms.site!r}: integrals over the latent variables of each row would take "
+                f"{terms.num_nodes} values of its density at each of the points of {size} predictors. local='marginal' "
+                "takes them."
+            )
 
 
 def check_local_terms(program: Any) -> None:
