@@ -53,6 +53,20 @@ def column_of_correlated_effects(t, g):
     return jnp.sin(1.0 + effects[:, 0])[g] * effects[:, 0][g]
 
 
+def two_walks(t, g):
+    steps = jnp.cosh(t[0]) * t[1:5]
+    late, early = jnp.concatenate([jnp.zeros(1), steps[:2]]), jnp.concatenate([steps[2:], jnp.zeros(1)])
+    return jnp.sin(jnp.stack([jnp.cumsum(late), jnp.cumsum(early)])[g, 1])
+
+
+def products_of_a_loop(t):
+    """A forward algorithm written out: each number is a sum of products of all that are before it."""
+    a, b = jnp.cosh(t[:2])
+    for _ in range(60):
+        a, b = 0.9 * a + jnp.cosh(t[2]) * b / 9, 0.8 * b + jnp.cosh(t[3]) * a / 9
+    return jnp.sum(jnp.stack([jnp.log(a), jnp.log(b)])) + jnp.sum(jnp.stack([a, b]) * 1e-9)
+
+
 def horseshoe_line(t, g):
     return jnp.cos(jnp.exp(t[0]) * jnp.exp(t[1:])[g])
 
@@ -235,6 +249,7 @@ EXAMPLES = {
         3,
         (MATRIX, B),
     ),
+    "walks that begin at different places": Example(two_walks, 3, (B,)),
     "a walk from its start": Example(
         lambda t, g: jnp.sin(jnp.cumsum(jnp.concatenate([t[:1], jnp.cosh(t[1]) * t[2:5]]))[g]), 3, (G,)
     ),
@@ -257,6 +272,7 @@ EXAMPLES = {
     ),
     # control flow is taken as it stands
     "scan": Example(cumulative_product, 3),
+    "products of a loop": Example(products_of_a_loop, 4),
     "scan and a line": Example(scan_and_more, 4),
     "while loop": Example(power_by_loop, 1, (G,)),
     "cond": Example(branch_on_theta, 2),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -30,57 +30,61 @@ class Product(NamedTuple):
     numbers: tuple[tuple[str, Node], ...]
     array: Node
 
-    def of(self, apply: Callable[[Array], Array], shape: Sequence[int], name: str) -> Product:
-        """With a linear function of the array in place of it."""
+    def of(self, apply: Callable[[Array], Array], like: Node, name: str, params: dict[str, Any]) -> Product:
+        """With a linear function of the array in place of it.
+
+        :param like: a node of the same shape and type. :param params: of the function, beside its name.
+        """
         array = self.array
-        return self._replace(array=Node(array.kind, shape, array.dtype, [array], apply, name=name, params={}))
+        return self._replace(array=Node(array.kind, like.shape, like.dtype, [array], apply, name=name, params=params))
 
 
-def products_of(node: Node) -> list[Product] | None:
+def products_of(graph: NodeCache, node: Node) -> list[Product] | None:
     """A node as a sum of products; None if it is none, or of too many."""
-    products = _products_of(node)
-    return products if products is not None and len(products) <= MOST_PRODUCTS else None
+
+    def find() -> list[Product] | None:
+        products = _products_of(graph, node)
+        return products if products is not None and len(products) <= MOST_PRODUCTS else None
+
+    return graph.node(("products of", node.serial), find)
 
 
-def _products_of(node: Node) -> list[Product] | None:
+def _products_of(graph: NodeCache, node: Node) -> list[Product] | None:
     affine = node.leaf_of or node.unwraps
     if affine is not None or node.kind in (AFFINE, CONSTANT):
         return [Product((), affine or node)]
     if node.name in ADDED or (node.name == "neg" and node.kind == POINTWISE):
-        return _sum(node)
+        return _sum(graph, node)
     if node.name in OPERATIONS and node.kind == POINTWISE:
-        return _multiple(node)
+        return _multiple(graph, node)
     if node.name in ("copy", "convert_element_type") and node.kind == POINTWISE:
-        return _each(products_of(node.parents[0]), lambda product: product.of(node.apply, node.shape, node.name))
-    return _joined(node) if node.name == "concatenate" else None
+        products = products_of(graph, node.parents[0])
+        return products and [product.of(node.apply, node, node.name, node.params) for product in products]
+    return _joined(graph, node) if node.name == "concatenate" else None
 
 
-def _each(products: list[Product] | None, change: Callable[[Product], Product]) -> list[Product] | None:
-    return None if products is None else list(map(change, products))
-
-
-def _sum(node: Node) -> list[Product] | None:
+def _sum(graph: NodeCache, node: Node) -> list[Product] | None:
     negative = node.name == "neg" or node.params.get("sign", 1) < 0
     total: list[Product] = []
     for i, parent in enumerate(node.parents):
-        products = products_of(parent)
+        products = products_of(graph, parent)
         if products is None:
             return None
         if negative and i == len(node.parents) - 1:
-            products = [product.of(jnp.negative, product.array.shape, "neg") for product in products]
+            products = [product.of(jnp.negative, product.array, "neg", {}) for product in products]
         total += products
     return total
 
 
-def _multiple(node: Node) -> list[Product] | None:
+def _multiple(graph: NodeCache, node: Node) -> list[Product] | None:
     """Of a number times an array, or of an array of constants times another, entry by entry."""
     first, second = node.parents
     pairs = [(first, second), (second, first)] if node.name == "mul" else [(first, second)]
     for array, factor in pairs:
-        if factor.kind == CONSTANT and (products := products_of(array)) is not None:
+        if factor.kind == CONSTANT and (products := products_of(graph, array)) is not None:
             return [_scaled(product, factor, node) for product in products]
     for array, factor in pairs:
-        if factor.shape == () and (products := products_of(array)) is not None:
+        if factor.shape == () and (products := products_of(graph, array)) is not None:
             number = node.name, factor
             return [product._replace(numbers=(*product.numbers, number)) for product in products]
     return None
@@ -93,12 +97,12 @@ def _scaled(product: Product, constant: Node, node: Node) -> Product:
     return product._replace(array=made)
 
 
-def _joined(node: Node) -> list[Product] | None:
+def _joined(graph: NodeCache, node: Node) -> list[Product] | None:
     """Of arrays laid one after the other: each beside zeros."""
     axis, total, start = node.params["dimension"], [], 0
     length = node.shape[axis] if node.shape else 1
     for parent, shape in zip(node.parents, node.in_shapes):
-        products = products_of(parent)
+        products = products_of(graph, parent)
         if products is None:
             return None
         beside = [(0, 0, 0)] * len(shape)
@@ -108,7 +112,8 @@ def _joined(node: Node) -> list[Product] | None:
         def embedded(array: Array, shape: tuple = shape, beside: list = beside) -> Array:
             return lax.pad(jnp.broadcast_to(array, shape), jnp.zeros((), array.dtype), beside)
 
-        total += [product.of(embedded, node.shape, "beside zeros") for product in products]
+        params = {"shape": shape, "padding": tuple(beside)}
+        total += [product.of(embedded, node, "beside zeros", params) for product in products]
     return total
 
 

@@ -174,8 +174,9 @@ class Graph(NodeCache):
         """A linear function of products of numbers and arrays, with the numbers taken out; None if it is none."""
         varying = [i for i, value in enumerate(inputs) if not value.is_constant]
         target = inputs[varying[0]]
-        products = products_of(target.rest) if len(varying) == 1 and target.rest is not None else None
-        if products is None:
+        products = products_of(self, target.rest) if len(varying) == 1 and target.rest is not None else None
+        numbered = [product for product in products or () if product.numbers]
+        if not products or not numbered:
             return None
 
         def image(array: Node) -> Node:
@@ -187,7 +188,6 @@ class Graph(NodeCache):
             return value.affine or value.rest_node
 
         out = eqn.outvars[0].aval
-        numbered = [product for product in products if product.numbers]
         rest = image_of(self, numbered, image, partial(unwrap, self))
         total = Value(out.shape, out.dtype, None if target.affine is None else image(target.affine), rest)
         for product in products:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 CONSTANT, AFFINE, POINTWISE, OPAQUE = "constant", "affine", "pointwise", "opaque"
 
-Made = TypeVar("Made", bound="Node | None")
+Made = TypeVar("Made")
 _serial = itertools.count()
 
 

@@ -363,7 +363,7 @@ def _made(
     numbers = tuple(index.key if index.is_constant else None for index in indices)
     params = {"of": node.name, "params": freeze(node.params), "in_shapes": node.in_shapes, "indices": numbers}
     varying = [i for i, (parent, _) in enumerate(sides) if parent.kind != CONSTANT]
-    products = products_of(sides[varying[0]][0]) if node.name in FACTORABLE and len(varying) == 1 else None
+    products = products_of(graph, sides[varying[0]][0]) if node.name in FACTORABLE and len(varying) == 1 else None
     if products is not None:
 
         def image(array: Node) -> Node:
