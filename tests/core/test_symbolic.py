@@ -59,14 +59,6 @@ def two_walks(t, g):
     return jnp.sin(jnp.stack([jnp.cumsum(late), jnp.cumsum(early)])[g, 1])
 
 
-def products_of_a_loop(t):
-    """A forward algorithm written out: each number is a sum of products of all that are before it."""
-    a, b = jnp.cosh(t[:2])
-    for _ in range(60):
-        a, b = 0.9 * a + jnp.cosh(t[2]) * b / 9, 0.8 * b + jnp.cosh(t[3]) * a / 9
-    return jnp.sum(jnp.stack([jnp.log(a), jnp.log(b)])) + jnp.sum(jnp.stack([a, b]) * 1e-9)
-
-
 def horseshoe_line(t, g):
     return jnp.cos(jnp.exp(t[0]) * jnp.exp(t[1:])[g])
 
@@ -272,7 +264,6 @@ EXAMPLES = {
     ),
     # control flow is taken as it stands
     "scan": Example(cumulative_product, 3),
-    "products of a loop": Example(products_of_a_loop, 4),
     "scan and a line": Example(scan_and_more, 4),
     "while loop": Example(power_by_loop, 1, (G,)),
     "cond": Example(branch_on_theta, 2),
