@@ -102,7 +102,8 @@ class Integration:
                 )
             choice = self._choices[key]
             size = sum(program.layout.sizes[name] for name in choice.sites)
-            if not 0 < size <= MOST_ON_LATTICE and _may_be_integrated_whole(program):
+            is_one_term = any(terms.by_draws for terms in program.terms)
+            if (is_one_term or not 0 < size <= MOST_ON_LATTICE) and _may_be_integrated_whole(program):
                 return Choice(program.layout.site_names)
             if size > most:
                 names = ", ".join(choice.sites)

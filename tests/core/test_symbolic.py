@@ -241,6 +241,15 @@ EXAMPLES = {
         3,
         (MATRIX, B),
     ),
+    "walks of series with scales of their own": Example(
+        lambda t, x, g: jnp.sin(x[:2] @ jnp.cumsum(jnp.cosh(t[:2]) * t[2:].reshape(2, 2), axis=0)[g]), 4, (X, B)
+    ),
+    "sums of rows with scales of their own": Example(
+        lambda t, g: jnp.sin(jnp.sum(jnp.cosh(t[:2])[:, None] * t[2:].reshape(2, 2), axis=1))[g], 2, (B,)
+    ),
+    "sums along an axis that scales vary along": Example(
+        lambda t, g: jnp.sin(jnp.cumsum(jnp.cosh(t[:2]) * t[2:].reshape(2, 2), axis=1))[g, 1], 4, (B,)
+    ),
     "walks that begin at different places": Example(two_walks, 3, (B,)),
     "a walk from its start": Example(
         lambda t, g: jnp.sin(jnp.cumsum(jnp.concatenate([t[:1], jnp.cosh(t[1]) * t[2:5]]))[g]), 3, (G,)

@@ -1,7 +1,8 @@
 """Numbers taken out of linear functions: sum(tau * z) and X @ (tau * z) depend on two numbers, not on all of z.
 
 What is not affine may be a sum of products: each some numbers that depend on theta, times an array that is affine in it
-or constant. A linear function of the sum is then the sum of the same numbers times functions of the arrays.
+or constant. A linear function of the sum is then the sum of the same numbers times functions of the arrays. A function
+along some axes, such as a cumulative sum, leaves arrays that are the same along these as they are.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, NodeCache
+from .primitives import ARITHMETIC
 
 MOST_PRODUCTS = 8  # in a sum
 FACTORABLE = frozenset(["reduce_sum", "cumsum", "dot_general", "conv_general_dilated"])  # zero where an operand is
 ADDED = frozenset(["sum", "combined"])
+Axes = tuple[int, ...]
 OPERATIONS: dict[str, Callable] = {"mul": jnp.multiply, "div": jnp.divide}
 
 
 class Product(NamedTuple):
     """An array, multiplied or divided by numbers.
 
-    :ivar numbers: "mul" or "div", and nodes of one entry. :ivar array: a node that is affine or constant.
+    :ivar numbers: "mul" or "div", and nodes of one entry, or that are the same along the axes in question.
+    :ivar array: a node that is affine or constant.
     """
 
     numbers: tuple[tuple[str, Node], ...]
@@ -39,35 +43,38 @@ class Product(NamedTuple):
         return self._replace(array=Node(array.kind, like.shape, like.dtype, [array], apply, name=name, params=params))
 
 
-def products_of(graph: NodeCache, node: Node) -> list[Product] | None:
-    """A node as a sum of products; None if it is none, or of too many."""
+def products_of(graph: NodeCache, node: Node, axes: Axes = ()) -> list[Product] | None:
+    """A node as a sum of products; None if it is none, or of too many.
+
+    :param axes: along which a linear function runs, if there are others.
+    """
 
     def find() -> list[Product] | None:
-        products = _products_of(graph, node)
+        products = _products_of(graph, node, axes)
         return products if products is not None and len(products) <= MOST_PRODUCTS else None
 
-    return graph.node(("products of", node.serial), find)
+    return graph.node(("products of", node.serial, axes), find)
 
 
-def _products_of(graph: NodeCache, node: Node) -> list[Product] | None:
+def _products_of(graph: NodeCache, node: Node, axes: Axes) -> list[Product] | None:
     affine = node.leaf_of or node.unwraps
     if affine is not None or node.kind in (AFFINE, CONSTANT):
         return [Product((), affine or node)]
     if node.name in ADDED or (node.name == "neg" and node.kind == POINTWISE):
-        return _sum(graph, node)
+        return _sum(graph, node, axes)
     if node.name in OPERATIONS and node.kind == POINTWISE:
-        return _multiple(graph, node)
+        return _multiple(graph, node, axes)
     if node.name in ("copy", "convert_element_type") and node.kind == POINTWISE:
-        products = products_of(graph, node.parents[0])
+        products = products_of(graph, node.parents[0], axes)
         return products and [product.of(node.apply, node, node.name, node.params) for product in products]
     return _joined(graph, node) if node.name == "concatenate" else None
 
 
-def _sum(graph: NodeCache, node: Node) -> list[Product] | None:
+def _sum(graph: NodeCache, node: Node, axes: Axes) -> list[Product] | None:
     negative = node.name == "neg" or node.params.get("sign", 1) < 0
     total: list[Product] = []
     for i, parent in enumerate(node.parents):
-        products = products_of(graph, parent)
+        products = products_of(graph, parent, axes)
         if products is None:
             return None
         if negative and i == len(node.parents) - 1:
@@ -76,18 +83,32 @@ def _sum(graph: NodeCache, node: Node) -> list[Product] | None:
     return total
 
 
-def _multiple(graph: NodeCache, node: Node) -> list[Product] | None:
-    """Of a number times an array, or of an array of constants times another, entry by entry."""
+def _multiple(graph: NodeCache, node: Node, axes: Axes) -> list[Product] | None:
+    """Of numbers times an array, or of an array of constants times another, entry by entry."""
     first, second = node.parents
     pairs = [(first, second), (second, first)] if node.name == "mul" else [(first, second)]
     for array, factor in pairs:
-        if factor.kind == CONSTANT and (products := products_of(graph, array)) is not None:
+        if factor.kind == CONSTANT and (products := products_of(graph, array, axes)) is not None:
             return [_scaled(product, factor, node) for product in products]
     for array, factor in pairs:
-        if factor.shape == () and (products := products_of(graph, array)) is not None:
+        if _is_same_along(factor, axes) and (products := products_of(graph, array, axes)) is not None:
             number = node.name, factor
             return [product._replace(numbers=(*product.numbers, number)) for product in products]
     return None
+
+
+def _is_same_along(node: Node, axes: Axes) -> bool:
+    """Whether it is one number, or known to be the same along all of some axes."""
+    if node.shape == ():
+        return True
+    if not axes:
+        return False
+    stands_for = node.leaf_of or node.unwraps or node
+    if stands_for.selection is not None:
+        return all(index.shape[axis] == 1 for index in stands_for.selection.indices for axis in axes)
+    if stands_for.kind == POINTWISE or stands_for.name in ARITHMETIC:
+        return all(_is_same_along(parent, axes) for parent in stands_for.parents)
+    return False
 
 
 def _scaled(product: Product, constant: Node, node: Node) -> Product:
@@ -143,7 +164,7 @@ def _added(graph: NodeCache, a: Node, b: Node) -> Node:
 
 def _product(graph: NodeCache, numbers: Sequence[tuple[str, Node]], array: Node) -> Node:
     for name, number in numbers:
-        shapes = [array.shape, array.shape]
-        made = partial(Node, POINTWISE, array.shape, array.dtype, [array, number], OPERATIONS[name], shapes, name)
+        shape = array.shape if array.size > 1 else number.shape
+        made = partial(Node, POINTWISE, shape, array.dtype, [array, number], OPERATIONS[name], [shape] * 2, name)
         array = graph.node(("product", name, array.serial, number.serial), lambda made=made: made(params={}))
     return array

@@ -12,6 +12,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from .elementwise import is_pointwise_call, pointwise_apply
+from .entries import first_along
 from .factoring import FACTORABLE, image_of, products_of
 from .indices import columns_of, index_of
 from .interpret import interpret, is_inlined
@@ -28,7 +29,7 @@ from .primitives import (
     is_float,
     special_function,
 )
-from .pushing import combined, materialize, selected_value, unwrap
+from .pushing import combined, materialize, selected, selected_value, unwrap
 from .selection import Selection, are_inside, broadcast_selection, constant_index, everything, reshaped, selection_of
 
 
@@ -174,10 +175,11 @@ class Graph(NodeCache):
         """A linear function of products of numbers and arrays, with the numbers taken out; None if it is none."""
         varying = [i for i, value in enumerate(inputs) if not value.is_constant]
         target = inputs[varying[0]]
-        products = products_of(self, target.rest) if len(varying) == 1 and target.rest is not None else None
-        numbered = [product for product in products or () if product.numbers]
-        if not products or not numbered:
+        axes = tuple(eqn.params.get("axes", (eqn.params["axis"],) if "axis" in eqn.params else ()))
+        products = products_of(self, target.rest, axes) if len(varying) == 1 and target.rest is not None else None
+        if not products or not any(product.numbers for product in products):
             return None
+        reduced = first_along(target.shape, eqn.params["axes"]) if "axes" in eqn.params else None
 
         def image(array: Node) -> Node:
             parts = (array, None) if array.kind == AFFINE else (None, array)
@@ -187,7 +189,15 @@ class Graph(NodeCache):
             (value,) = self.whole(eqn, values, array.kind)
             return value.affine or value.rest_node
 
+        def of_result(number: Node) -> Node:
+            return number if number.shape == () or reduced is None else selected(self, number, reduced)
+
         out = eqn.outvars[0].aval
+        numbered = [
+            product._replace(numbers=tuple((name, of_result(number)) for name, number in product.numbers))
+            for product in products
+            if product.numbers
+        ]
         rest = image_of(self, numbered, image, partial(unwrap, self))
         total = Value(out.shape, out.dtype, None if target.affine is None else image(target.affine), rest)
         for product in products:
