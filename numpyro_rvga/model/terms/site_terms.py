@@ -27,6 +27,7 @@ from .terms import Terms
 MAX_PREDICTORS = 16  # of an affine split; beyond, the distribution's own parameters are linearized in theta
 
 MIN_PREDICTORS = 4  # that call for as many nodes as draws of theta would be
+MUCH = 2**18  # numbers that rows compute: of fewer, there is no time to be won
 REPEATED = 8.0  # times what the model computes: loops that run again for each of a site's terms
 ELEMENT = jax.ShapeDtypeStruct((), jnp.int32)
 DRAWS_PER_PARAMETER = 1 / 64  # beyond those that any model takes, relative to them
@@ -132,9 +133,11 @@ def _repeats_the_model(
             return elements(run_site(t, r))
         return jax.vmap(lambda own: elements(run_site(t, {**r, **own})))(several)
 
-    several = {name: jax.ShapeDtypeStruct((len(x), 1, *x.shape[1:]), row[name].dtype) for name, x in rows.items()}
     num_terms = num_elements * max(map(len, rows.values()), default=1)
     of_one = numbers_of_one(split, theta, row)
+    if rows and num_terms * of_one < MUCH:
+        return False
+    several = {name: jax.ShapeDtypeStruct((len(x), 1, *x.shape[1:]), row[name].dtype) for name, x in rows.items()}
     of_all = numbers_in(jax.make_jaxpr(of_rows)(theta, row, several).jaxpr)
     return num_terms * of_one > REPEATED * max(1.0, DRAWS_PER_PARAMETER * theta.shape[0]) * of_all
 
