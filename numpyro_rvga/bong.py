@@ -25,7 +25,7 @@ from .model.data.arguments import checked_rows
 from .model.data.row_set import RowSet, row_set
 from .model.data.rows import Arrays, Data, num_rows
 from .model.program import Program
-from .options import Info, Options, check_choice, check_choice_or_own, default_key, described, is_count, key_numbers
+from .options import Info, Options, check_choice, check_choice_or_own, check_count, default_key, described, key_numbers
 from .presets import PRESETS
 from .progress import progress
 from .results.posterior import Posterior
@@ -147,8 +147,7 @@ class BONG:
         check_choice("shuffle", shuffle, SHUFFLES)
         counts = {"rank": rank, "num_iters": num_iters, "num_samples": num_samples, "block_size": block_size}
         for name, value in (counts if num_epochs is None else counts | {"num_epochs": num_epochs}).items():
-            if not is_count(value, 1):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}.")
+            check_count(name, value)
         check_combination(rule, hessian, family, parameterization, learning_rate, num_iters, projection)
         if rule == "implicit" and family in DIAGONALS:
             projection = projection or "exclusive"

@@ -18,7 +18,7 @@ from .engines.registry import Engines
 from .model.data.rows import Data
 from .options import LOCAL, MARGINALS, Options, check_choice, default_key
 from .results.conditions import Conditions, check_conditions
-from .results.integration import Integration
+from .results.integration import Integration, check_sites
 from .results.joint import joint_posterior
 from .results.posterior import Posterior
 
@@ -244,8 +244,7 @@ def _checked_integrate(integrate: Any, schedule: str, expectation: str | Expecta
     """
     if integrate is False:
         return ()
-    if integrate != "auto" and (isinstance(integrate, str) or not isinstance(integrate, Sequence)):
-        raise ValueError(f"integrate must be 'auto', False or a list of site names, not {integrate!r}.")
+    check_sites("integrate", integrate, "'auto', False")
     if schedule != "incremental":
         raise ValueError(f"integrate={integrate!r} needs schedule='incremental', not {schedule!r}.")
     if expectation == "linearized":

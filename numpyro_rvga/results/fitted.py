@@ -189,10 +189,8 @@ class Fitted:
         levels = np.asarray(quantiles, self.mean.dtype)
         if not np.all((levels >= 0) & (levels <= 1)):
             raise ValueError(f"quantiles must be probabilities, from 0 to 1, not {quantiles!r}.")
-        sides = jax.device_get(
-            [self.constrain(_marginal_quantiles(self.gaussian, p[..., None])) for p in (levels, 1 - levels)]
-        )
-        pushed = {name: _in_order(levels, *(side[name] for side in sides)) for name in sides[0]}
+        sides = _marginal_quantiles(self.gaussian, np.stack([levels, 1 - levels])[..., None])
+        pushed = {name: _in_order(levels, *both) for name, both in jax.device_get(self.constrain(sides)).items()}
         others = [name for name in pushed if name not in self._transformed_by_entry]
         if others:
             draws = self.constrain(self.sample_unconstrained(jax.random.key(0), (DRAWS_OF_QUANTILES,)))

@@ -273,6 +273,12 @@ class Integration:
         return MaximizedBound.of(engine, by_few_nodes=by_few_nodes), chunks
 
 
+def check_sites(argument: str, sites: object, choices: str) -> None:
+    """:raises ValueError: for what is neither "auto" nor several names. ``choices``: what else may be given."""
+    if sites != "auto" and (isinstance(sites, str) or not isinstance(sites, Sequence)):
+        raise ValueError(f"{argument} must be {choices} or a list of site names, not {sites!r}.")
+
+
 def integrate(
     posterior: Fitted,
     data: Data,
@@ -283,8 +289,7 @@ def integrate(
 ) -> Info:
     """See :meth:`Posterior.integrate`."""
     check_choice("marginal", marginal, MARGINALS)
-    if isinstance(sites, str) and sites != "auto":
-        raise ValueError(f"sites must be 'auto' or a list of site names, not {sites!r}.")
+    check_sites("sites", sites, "'auto'")
     program = posterior.program
     rows = program.rows(data)
     program.check_rows(rows)

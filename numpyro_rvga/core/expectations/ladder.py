@@ -105,7 +105,10 @@ def expectations(
 
 def values_by_many_nodes(phi: PHI, cost: int = 1) -> Callable[[Array, Array, PyTree], tuple[Array, Array]]:
     """(means (n, C), covariances (n, C, C), constants (n, ...)) -> E[phi] of n factors and the estimated errors, (n,)
-    each, by many nodes for all. Without slopes, which take longer to compile and to compute. ``cost``: as there."""
+    each, by many nodes for all. Without slopes, which take longer to compile and to compute.
+
+    :param cost: as in :func:`expectations`.
+    """
 
     def values(means: Array, covariances: Array, constants: PyTree) -> tuple[Array, Array]:
         of_each = jax.vmap(lambda *factor: value_by_cube(phi, factor_of(*factor)))

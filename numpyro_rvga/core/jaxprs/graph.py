@@ -16,7 +16,7 @@ from .entries import first_along
 from .factoring import FACTORABLE, image_of, products_of
 from .indices import columns_of, index_of
 from .interpret import interpret, is_inlined
-from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value, ancestors
+from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value, ancestors, value_of
 from .parallel_loops import constant_outputs, in_parallel
 from .placing import placed
 from .primitives import (
@@ -110,7 +110,7 @@ class Graph(NodeCache):
             name, params = eqn.primitive.name, eqn.params
             node = partial(Node, kind, out.shape, out.dtype, parents, bind, in_shapes, name, params=params)
             made = self.node(key, node)
-            return [Value(out.shape, out.dtype, *((made, None) if kind == AFFINE else (None, made)))]
+            return [value_of(made, out.shape, out.dtype)]
         bundle = self.node(
             key, lambda: Node(kind, (0,), None, parents, lambda *a: list(bind(*a)), in_shapes, eqn.primitive.name)
         )
@@ -120,7 +120,7 @@ class Graph(NodeCache):
                 (bundle.serial, i),
                 lambda i=i, out=out: Node(kind, out.shape, out.dtype, [bundle], lambda b, i=i: b[i], [None]),
             )
-            values.append(Value(out.shape, out.dtype, *((pick, None) if kind == AFFINE else (None, pick))))
+            values.append(value_of(pick, out.shape, out.dtype))
         return values
 
     def _linear_part(self, value: Value) -> Node:
@@ -182,10 +182,7 @@ class Graph(NodeCache):
         reduced = first_along(target.shape, eqn.params["axes"]) if "axes" in eqn.params else None
 
         def image(array: Node) -> Node:
-            parts = (array, None) if array.kind == AFFINE else (None, array)
-            values = [
-                target._replace(affine=parts[0], rest=parts[1]) if i in varying else v for i, v in enumerate(inputs)
-            ]
+            values = [value_of(array, v.shape, v.dtype) if i in varying else v for i, v in enumerate(inputs)]
             (value,) = self.whole(eqn, values, array.kind)
             return value.affine or value.rest_node
 
@@ -202,9 +199,7 @@ class Graph(NodeCache):
         total = Value(out.shape, out.dtype, None if target.affine is None else image(target.affine), rest)
         for product in products:
             if not product.numbers:
-                node = image(product.array)
-                parts = (node, None) if node.kind == AFFINE else (None, node)
-                total = self.add(out, Value(out.shape, out.dtype, *parts), total, sign=1)
+                total = self.add(out, value_of(image(product.array), out.shape, out.dtype), total, sign=1)
         return total
 
     def _elementwise(self, eqn, parents, kind, out) -> Node:

@@ -96,6 +96,11 @@ class Value(NamedTuple):
         return self.rest is None
 
 
+def value_of(node: Node, shape: tuple[int, ...], dtype: DTypeLike) -> Value:
+    """A node as a value of this shape, of which it is one of the parts."""
+    return Value(shape, dtype, node, None) if node.kind == AFFINE else Value(shape, dtype, None, node)
+
+
 class NodeCache:
     """Nodes that were made, so that equal steps are one node."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +46,7 @@ def placed(graph: NodeCache, eqn: JaxprEqn, inputs: Sequence[Value]) -> Value | 
         for i, size in zip(operands, sizes)
     ]
     out = form_of(eqn.outvars[0])
-    shapes = [(size,) for size in sizes]
-    join = lambda *arrays: jnp.concatenate(arrays)  # noqa: E731
-    made = partial(Node, OPAQUE, (sum(sizes),), out.dtype, parents, join, shapes, "concatenate")
-    node = graph.node(("laid out", *[p.serial for p in parents]), lambda: made(params={"dimension": 0}))
-    laid_out = Value((sum(sizes),), out.dtype, None, node)
+    laid_out = _laid_out(graph, parents, [(size,) for size in sizes], 0)
     return selected_value(graph, laid_out, Selection(out.shape, (constant_index(place_of),)))
 
 
@@ -60,14 +55,22 @@ def _padded(graph: NodeCache, eqn: JaxprEqn, value: Value, padding: Value) -> Va
     widths = [tuple(map(int, width)) for width in eqn.params["padding_config"]]
     if any(low < 0 or high < 0 or between for low, high, between in widths):
         return None
-    shape, node, beside = list(value.shape), materialize(graph, value), materialize(graph, padding)
+    beside = materialize(graph, padding)
     for axis, (low, high, _) in enumerate(widths):
         if low or high:
-            lengths = (low, shape[axis], high)
-            shapes = [(*shape[:axis], length, *shape[axis + 1 :]) for length in lengths]
-            shape[axis] = sum(lengths)
-            join = partial(lambda axis, *arrays: jnp.concatenate(arrays, axis), axis)
-            made = partial(Node, OPAQUE, tuple(shape), value.dtype, [beside, node, beside], join, shapes, "concatenate")
-            key = "padded", node.serial, beside.serial, axis, low, high
-            node = graph.node(key, partial(made, params={"dimension": axis}))
-    return Value(tuple(shape), value.dtype, None, node)
+            shapes = [(*value.shape[:axis], n, *value.shape[axis + 1 :]) for n in (low, value.shape[axis], high)]
+            value = _laid_out(graph, [beside, materialize(graph, value), beside], shapes, axis)
+    return value
+
+
+def _laid_out(graph: NodeCache, parents: list[Node], shapes: list[tuple[int, ...]], axis: int) -> Value:
+    """Arrays one after the other along an axis. ``shapes``: theirs; numbers fill them."""
+    first, dtype = shapes[0], parents[0].dtype
+    shape = (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+
+    def make() -> Node:
+        join = lambda *arrays: jnp.concatenate(arrays, axis)  # noqa: E731
+        return Node(OPAQUE, shape, dtype, parents, join, shapes, "concatenate", params={"dimension": axis})
+
+    node = graph.node(("laid out", axis, *shapes, *[parent.serial for parent in parents]), make)
+    return Value(shape, dtype, None, node)

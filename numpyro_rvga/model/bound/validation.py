@@ -20,9 +20,7 @@ from ..layout import Layout
 from ..terms.terms import linearize
 
 CHECKED_ROWS = 8
-MOST_INTEGRAND_VALUES = (
-    2**24
-)  # of all rows in an evaluation of the bound: beyond, latent variables of rows are solved for
+MOST_INTEGRAND_VALUES = 2**24  # in an evaluation of the bound: beyond, latent variables of rows are part of theta
 
 
 def find_row_plates(
