@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from ...core.gaussians import FullGaussian
 from ...core.matrices.jacobians import gram, vjp
 from ...core.updates.state import CanonicalGaussian, Count, State
 from ..data.rows import Arrays
-from ..terms.sparsity import are_selections, selecting_pattern, sparse_jacobian
+from ..terms.sparsity import Pattern, are_selections, selecting_pattern, sparse_jacobian
 from ..terms.terms import Terms, constants, linearize, merged
 from .prior import MultivariateNormalSite, Prior, depends_on_entries
 
@@ -82,7 +82,7 @@ def marginals(
     are_separate = are_selections(prior.gaussian, size, dtype, shared)
     of_one = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if is_separate]
     coupling = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if not is_separate]
-    separate = _in_float64(at_once(lambda: _sum_of_separate(of_one, size, dtype, shared)))
+    separate = _in_float64(at_once(lambda: _sum_of(of_one, size, dtype, shared, selecting_pattern(size))))
     is_coupled = depends_on_entries([*coupling, *prior.terms], size, dtype, shared)
     for site in prior.normal_sites:
         is_coupled[site.start : site.stop] = True
@@ -111,7 +111,7 @@ def independent_prior(
     if len(indices):
         others = at_once(
             lambda: (
-                [_quadratic_of(terms, size, dtype, shared) for terms in coupling]
+                [_sum_of([terms], size, dtype, shared) for terms in coupling]
                 + [_normal_log_density(site, size, dtype, shared) for site in prior.normal_sites]
             )
         )
@@ -254,30 +254,20 @@ def _block_diagonal(xp: Any, blocks: list) -> Array:
 # ---------------------------------------------------------------------- Gaussian terms, about theta = 0
 def gaussian_part(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
     """The sum of the Gaussian terms outside the multivariate normal sites."""
+    return _sum_of(prior.gaussian, size, dtype, shared)
+
+
+def _sum_of(
+    all_terms: Sequence[Terms], size: int, dtype: DTypeLike, shared: Arrays, pattern: Pattern | None = None
+) -> CanonicalGaussian:
+    """The sum of Gaussian terms. With the :func:`selecting_pattern`, its precision is a diagonal (P,)."""
     zero = jnp.zeros(size, dtype)
-    total = CanonicalGaussian(jnp.zeros((size, size), dtype), zero, jnp.zeros((), dtype), zero)
-    for terms in prior.gaussian:
-        total = total.plus(_quadratic_of(terms, size, dtype, shared))
-    return total
-
-
-def _quadratic_of(terms: Terms, size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
-    """The sum of Gaussian terms of one site."""
-    zero = jnp.zeros(size, dtype)
-    predictors, jacobian, _ = linearize(terms, zero, shared)
-    predictors, jacobian, values = merged((predictors, jacobian, constants(terms, shared)))
-    value, gradient, hessian = _derivatives(terms, predictors, values)
-    flat = jacobian.reshape(-1, size)
-    weighted = jnp.einsum("ncd,ndp->ncp", hessian, jacobian).reshape(flat.shape)
-    return CanonicalGaussian(-flat.T @ weighted, gradient.reshape(-1) @ flat, jnp.sum(value), zero)
-
-
-def _sum_of_separate(all_terms: list[Terms], size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
-    """The sum of Gaussian terms that depend on one entry each, its precision a diagonal (P,)."""
-    zero = jnp.zeros(size, dtype)
-    precision, linear, constant = zero, zero, jnp.zeros((), dtype)
+    precision, linear, constant = zero if pattern else jnp.zeros((size, size), dtype), zero, jnp.zeros((), dtype)
     for terms in all_terms:
-        predictors, jacobian = sparse_jacobian(terms, selecting_pattern(size), zero, shared)
+        if pattern:
+            predictors, jacobian = sparse_jacobian(terms, pattern, zero, shared)
+        else:
+            predictors, jacobian, _ = merged(linearize(terms, zero, shared))
         value, gradient, hessian = _derivatives(terms, predictors, merged(constants(terms, shared)))
         precision, linear = precision + gram(jacobian, -hessian), linear + vjp(jacobian, gradient)
         constant = constant + jnp.sum(value)
