@@ -31,7 +31,7 @@ from .results.groups.parts import (
     start_from,
 )
 from .results.groups.posterior import write_groups
-from .results.groups.rounds import Parts, Shared
+from .results.groups.rounds import Shared
 from .rvga import RVGA
 from .user_warnings import warn
 
@@ -167,76 +167,44 @@ class RunCluster(Cluster):
 
 
 class GroupCluster(Cluster):
-    """Parts with groups of their own: rows, groups and sums stay on the workers.
-
-    :ivar asked: what rounds ask of them.
-    """
+    """Parts with groups of their own, as the :class:`Parts` of rounds: rows, groups and sums stay on the workers."""
 
     def __init__(self, client: Client, retries: int, bar: Bar, model: GroupModel, parts: Sequence[Any]):
         super().__init__(client, retries, bar)
-        common, data = self._kept(model), [self._kept(part) for part in parts]
-        self._parts = [self._submit(n, _group_part, common, part, n == 0) for n, part in enumerate(data)]
-        self._places: list[Future] = []
-        self._next: list[Future] = []
-        self.asked = Parts(self._advance, self._message, self._keep)
+        self._plate, self._model, data = model.plate, self._kept(model), [self._kept(part) for part in parts]
+        self._parts = [self._submit(n, _group_part, self._model, part, n == 0) for n, part in enumerate(data)]
 
-    def begin(self) -> tuple[GroupStart, int, int]:
-        """Where the rounds begin, and how many groups and rows there are."""
+    def begin(self) -> tuple[GroupStart, list[Future], int, int]:
+        """Where the rounds begin, also as groups of each part, and how many groups and rows there are."""
         counts = self._results_of([self._submit(n, GroupPart.counts, part) for n, part in enumerate(self._parts)])
         samples = [self._submit(n, GroupPart.sample, part, len(self._parts)) for n, part in enumerate(self._parts)]
         labels = [self._submit(n, attrgetter("labels"), part) for n, part in enumerate(self._parts)]
-        apart = self._submit(None, _are_apart, self._parts[0], *labels)
-        start = self._submit(None, _start, self._parts[0], *samples)
+        apart = self._submit(None, check_apart, self._plate.name, *labels)
+        start = self._submit(None, start_from, self._model, *samples)
         results = self._results_of([apart, start])[1]
-        self._places = [self._submit(n, _initial_groups, part, start) for n, part in enumerate(self._parts)]
+        places = [self._submit(n, initial_groups, count, start) for n, (count, _) in enumerate(counts)]
         num_groups, num_rows = (sum(numbers) for numbers in zip(*counts))
-        return results, num_groups, num_rows
+        return results, places, num_groups, num_rows
 
-    def write(self, folder: str, names: list[str], root: np.ndarray) -> None:
+    def write(self, places: list[Future], folder: str, names: list[str], root: np.ndarray) -> None:
         """Each part's groups to a file."""
-        arguments = enumerate(zip(self._parts, self._places))
+        arguments = enumerate(zip(self._parts, places))
         self._results_of(
             [self._submit(n, _write, n, part, place, folder, names, root) for n, (part, place) in arguments]
         )
 
-    def _advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
-        pairs = enumerate(zip(self._parts, self._places))
-        self._next = [self._submit(n, _advanced, part, place, step, shift, shared) for n, (part, place) in pairs]
-        return self._messages_of(self._next, 1.0)
+    def advanced(self, places: list[Future], step: float, shift: np.ndarray, shared: Shared) -> list[Future]:
+        pairs = enumerate(zip(self._parts, places))
+        return [self._submit(n, advanced, part, place, step, shift, shared) for n, (part, place) in pairs]
 
-    def _message(self, step: float) -> Message:
-        return self._messages_of(self._places, step)
-
-    def _keep(self) -> None:
-        self._places = self._next
-
-    def _messages_of(self, places: list[Future], step: float) -> Message:
-        messages = self._results_of([self._submit(n, message_of, place, step) for n, place in enumerate(places)])
-        return reduce(Message.plus, messages)
+    def messages(self, places: list[Future], step: float) -> list[Message]:
+        return self._results_of([self._submit(n, message_of, place, step) for n, place in enumerate(places)])
 
 
 def _group_part(model: GroupModel, data: Data | Iterable, is_first: bool) -> GroupPart:
     part = GroupPart(model, data, with_shared_prior=is_first)
     _ = part.evaluations  # which says what the model cannot do
     return part
-
-
-def _initial_groups(part: GroupPart, start: GroupStart) -> EvaluatedGroups:
-    return initial_groups(len(part.labels), start)
-
-
-def _advanced(
-    part: GroupPart, place: EvaluatedGroups, step: float, shift: np.ndarray, shared: Shared
-) -> EvaluatedGroups:
-    return advanced(part.evaluations, place, step, shift, shared)
-
-
-def _are_apart(part: GroupPart, *labels: np.ndarray) -> None:
-    check_apart(part.model.plate.name, list(labels))
-
-
-def _start(part: GroupPart, *samples: Rows) -> GroupStart:
-    return start_from(part.model, samples)
 
 
 def _write(

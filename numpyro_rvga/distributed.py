@@ -195,10 +195,10 @@ def run_groups(
     of_all = GroupModel(method.model, method.options, method.improper_prior_scale, local, model_kwargs, rng_key)
     with progress(progress_bar, None, "distributed", "part") as bar:
         cluster = GroupCluster(client, retries, bar, of_all, parts)
-        start, num_groups, num_rows = cluster.begin()
-        result = in_group_rounds(start.shared, cluster.asked, limit)
+        start, places, num_groups, num_rows = cluster.begin()
+        result = in_group_rounds(start.shared, places, cluster, limit)
         engine, members = of_all.bind(start.head, len(np.unique(start.head[index])))
-        cluster.write(folder, members.of_members.entry_names, result.shared.root)
+        cluster.write(result.places, folder, members.of_members.entry_names, result.shared.root)
     error = result.errors[-1]
     if not error < TOLERANCE:
         warn(

@@ -125,7 +125,7 @@ def test_a_worker_that_is_killed_with_groups_of_its_own_changes_nothing(client, 
     user = np.concatenate([np.arange(40), rng.integers(0, 40, 80)])
     y = rng.normal(1, 0.7, 40)[user] + 0.5 * rng.normal(size=120)
     parts, asked, killed = [{"user": user[user % 2 == k], "y": y[user % 2 == k]} for k in (0, 1)], [], []
-    told = clusters.GroupCluster._messages_of
+    told = clusters.GroupCluster.messages
 
     def tell_and_kill(self, places, step):
         asked.append(step)
@@ -135,7 +135,7 @@ def test_a_worker_that_is_killed_with_groups_of_its_own_changes_nothing(client, 
             os.kill(killed[-1], signal.SIGKILL)
         return told(self, places, step)
 
-    monkeypatch.setattr(clusters.GroupCluster, "_messages_of", tell_and_kill)
+    monkeypatch.setattr(clusters.GroupCluster, "messages", tell_and_kill)
     options = {"plate": "users", "index": "user", "size": "num_users", "folder": tmp_path, "client": client}
     found = distributed.run_groups(RVGA(levels), parts, progress_bar=False, **options)
     assert len(set(killed)) == 2 and len(asked) >= 4

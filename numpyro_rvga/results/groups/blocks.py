@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from ...engines.groups import GroupEvaluations, GroupTerms
 from ...model.data.rows import Rows, selected
 from ...model.members import Members
 from .parts import EvaluatedGroups, GroupModel, advanced, message_of
-from .rounds import Parts, Shared
+from .rounds import Shared
 from .rows import GroupRows, RowForm
 
 FEWEST = 16  # groups, and rows, that programs are compiled for
@@ -81,45 +80,27 @@ class BlockModel(NamedTuple):
 class GroupPiece:
     """Groups that are evaluated together, as one part of rounds: their priors, rows, and the rest.
 
-    :param groups: where the search begins. :param with_shared_prior: in one piece only.
-    :ivar evaluated: the current groups.
+    :param count: of groups. :param with_shared_prior: in one piece only.
     """
 
-    def __init__(self, model: BlockModel, rows: GroupRows, groups: Groups, others: Rest, *, with_shared_prior: bool):
-        chunks, count = model.chunks(rows), len(groups.mean)
-        self._sums = GroupEvaluations(model.terms, chunks, count, with_shared_prior=with_shared_prior)
+    def __init__(self, model: BlockModel, rows: GroupRows, count: int, others: Rest, *, with_shared_prior: bool):
+        self._sums = GroupEvaluations(model.terms, model.chunks(rows), count, with_shared_prior=with_shared_prior)
         self._rest = others
-        self.evaluated = self._next = EvaluatedGroups(groups, None)
 
-    def _evaluations(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
+    def evaluations(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
         """Sums at q."""
         return self._rest.added_to(self._sums(mean, root, groups), mean, root, groups)
 
-    def advance(self, step: float, shift: np.ndarray, shared: Shared) -> Message:
-        """The message after a step of q(s); see :class:`Parts`."""
-        self._next = advanced(self._evaluations, self.evaluated, step, shift, shared)
-        return message_of(self._next, 1.0)
 
-    def message(self, step: float) -> Message:
-        """The message for a step of this length from the current groups."""
-        return message_of(self.evaluated, step)
+class GroupPieces(NamedTuple):
+    """Pieces as the :class:`Parts` of rounds."""
 
-    def keep(self) -> None:
-        """Accept the last :meth:`advance`."""
-        self.evaluated = self._next
+    pieces: Sequence[GroupPiece]
 
+    def advanced(
+        self, places: list[EvaluatedGroups], step: float, shift: np.ndarray, shared: Shared
+    ) -> list[EvaluatedGroups]:
+        return [advanced(piece, place, step, shift, shared) for piece, place in zip(self.pieces, places)]
 
-def as_parts(pieces: Sequence[GroupPiece]) -> Parts:
-    """All pieces as the parts of rounds."""
-
-    def advance(step: float, shift: np.ndarray, shared: Shared) -> Message:
-        return reduce(Message.plus, (piece.advance(step, shift, shared) for piece in pieces))
-
-    def message(step: float) -> Message:
-        return reduce(Message.plus, (piece.message(step) for piece in pieces))
-
-    def keep() -> None:
-        for piece in pieces:
-            piece.keep()
-
-    return Parts(advance, message, keep)
+    def messages(self, places: list[EvaluatedGroups], step: float) -> list[Message]:
+        return [message_of(place, step) for place in places]

@@ -6,8 +6,8 @@ import functools
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jax import Array
@@ -141,7 +141,7 @@ def sampled(rows: Rows, index: str, num_groups: int, most: int) -> Rows:
     return rows | {index: np.searchsorted(groups, rows[index]).astype(np.int32)}
 
 
-def start_from(model: GroupModel, samples: Sequence[Rows]) -> GroupStart:
+def start_from(model: GroupModel, *samples: Rows) -> GroupStart:
     """From some groups of all parts, solved for together."""
     index, count, renumbered = model.plate.index, 0, []
     for rows in samples:
@@ -161,7 +161,7 @@ def start_from_some(model: GroupModel, rows: Rows, count: int) -> GroupStart:
     """From some of the groups of rows. Without warnings: later solves go on from there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return start_from(model, [sampled(rows, model.plate.index, count, SAMPLE)])
+        return start_from(model, sampled(rows, model.plate.index, count, SAMPLE))
 
 
 class EvaluatedGroups(NamedTuple):
@@ -178,23 +178,23 @@ def initial_groups(count: int, start: GroupStart) -> EvaluatedGroups:
     return EvaluatedGroups(Groups(np.tile(start.mean, (count, 1)), precision, np.zeros((count, size, k))), None)
 
 
-def advanced(
-    evaluations: Callable[[np.ndarray, np.ndarray, Groups], GroupSums],
-    evaluated: EvaluatedGroups,
-    step: float,
-    shift: np.ndarray,
-    shared: Shared,
-) -> EvaluatedGroups:
-    """The groups after a step of q(s) to ``shared``, maximized there.
+class Part(Protocol):
+    """A part, as :func:`advanced` knows it."""
 
-    :param evaluations: mean (k,) and root (k, k) of q(s), groups -> the sums there.
-    """
+    @property
+    def evaluations(self) -> Callable[[np.ndarray, np.ndarray, Groups], GroupSums]:
+        """mean (k,) and root (k, k) of q(s), groups -> the sums there."""
+        ...
+
+
+def advanced(part: Part, evaluated: EvaluatedGroups, step: float, shift: np.ndarray, shared: Shared) -> EvaluatedGroups:
+    """A part's groups after a step of q(s) to ``shared``, maximized there."""
     groups, most = evaluated.groups, MOST_AT_START
     if evaluated.at is not None:
         groups, most = take_step(groups, evaluated.at, step, shift), MOST_STEPS
     root = shared.root
     return EvaluatedGroups(
-        *maximize_groups(lambda g: evaluations(shared.mean, root, g), groups, most, relative_rounding())
+        *maximize_groups(lambda g: part.evaluations(shared.mean, root, g), groups, most, relative_rounding())
     )
 
 
@@ -244,7 +244,7 @@ def _named(
     return rows, label_kind(rows[index], index, first_row, kind)
 
 
-def check_apart(plate: str, all_labels: list[np.ndarray]) -> None:
+def check_apart(plate: str, *all_labels: np.ndarray) -> None:
     """:raises ValueError: naming a label that is in two parts."""
     joined = np.concatenate(all_labels)
     labels, counts = np.unique(joined, return_counts=True)

@@ -9,8 +9,9 @@ before them (Anderson 1965), as long as the bound does not fall.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,32 +52,34 @@ class Shared(NamedTuple):
         return 0.5 * k * (1 + math.log(2 * math.pi)) - 0.5 * float(np.linalg.slogdet(self.precision)[1])
 
 
-class Parts(NamedTuple):
-    """The functions of all parts that rounds call.
+class Parts(Protocol):
+    """What rounds ask of parts, whose groups may be elsewhere: places stand for these."""
 
-    :ivar advance: length of the step, the shift of the mean, the new q(s) -> their message for a full step from there.
-    :ivar message: their message for a step of some length. :ivar keep: accept the last advance.
-    """
+    def advanced(self, places: list, step: float, shift: np.ndarray, shared: Shared) -> list:
+        """The groups of each part after a step of q(s) of this length, which has moved its mean by ``shift``."""
+        ...
 
-    advance: Callable[[float, np.ndarray, Shared], Message]
-    message: Callable[[float], Message]
-    keep: Callable[[], None]
+    def messages(self, places: list, step: float) -> list[Message]:
+        """The message of each part for a step of this length."""
+        ...
 
 
 class GroupResult(NamedTuple):
-    """:ivar bound: on the log evidence. :ivar errors: how far q(s) may have been off after each round, in standard
-    deviations. :ivar expectation_error: of the bound, in nats."""
+    """:ivar places: the groups. :ivar bound: on the log evidence. :ivar errors: how far q(s) may have been off after
+    each round, in standard deviations. :ivar expectation_error: of the bound, in nats."""
 
     shared: Shared
+    places: list
     bound: float
     errors: list[float]
     expectation_error: float
 
 
 class _Candidate(NamedTuple):
-    """A q(s) with the parts' message there. :ivar ahead: q(s) after a full step."""
+    """A q(s) with the groups and the parts' message there. :ivar ahead: q(s) after a full step."""
 
     shared: Shared
+    places: list
     message: Message
     ahead: Shared
 
@@ -85,18 +88,19 @@ class _Candidate(NamedTuple):
         return self.message.value + self.shared.entropy
 
 
-def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, tolerance: float = TOLERANCE) -> GroupResult:
+def in_group_rounds(
+    start: Shared, places: list, parts: Parts, rounds: int | None, tolerance: float = TOLERANCE
+) -> GroupResult:
     """The best Gaussian of all parts.
 
-    :param start: q(s) that the search begins with. :param rounds: how many; None: until q(s) is off by less than
-        ``tolerance``, in standard deviations.
+    :param start: q(s) that the search begins with. :param places: the parts' groups there.
+    :param rounds: how many; None: until q(s) is off by less than ``tolerance``, in standard deviations.
     :raises ValueError: if the bound is not finite at the start.
     """
-    current = _candidate(start, parts.advance(1.0, np.zeros_like(start.mean), start))
-    parts.keep()
+    current = _candidate(parts, places, 1.0, np.zeros_like(start.mean), start)
     if not math.isfinite(current.bound):
         raise ValueError("the bound is not finite where the search begins: are the priors proper?")
-    past, errors = [current], [_error(current, _combined([current]))]
+    past, errors = [current._replace(places=[])], [_error(current, current.ahead)]
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds):
         if rounds is None and len(errors) >= FEWEST and errors[-1] < tolerance:
             break
@@ -105,10 +109,9 @@ def in_group_rounds(start: Shared, parts: Parts, rounds: int | None, tolerance: 
         if candidate is None:
             break
         current = candidate
-        parts.keep()
-        past = [*past, current][-MEMORY:]
+        past = [*past, current._replace(places=[])][-MEMORY:]  # groups of one round need be held
         errors.append(_error(current, _combined(past)))
-    return GroupResult(current.shared, current.bound, errors, current.message.error)
+    return GroupResult(current.shared, current.places, current.bound, errors, current.message.error)
 
 
 def relative_rounding() -> float:
@@ -116,15 +119,23 @@ def relative_rounding() -> float:
     return 8 * float(np.finfo(jnp.result_type(float)).eps)
 
 
-def _candidate(shared: Shared, message: Message) -> _Candidate:
-    step = np.linalg.solve(message.precision, message.gradient) if np.isfinite(message.precision).all() else np.nan
-    return _Candidate(shared, message, Shared(shared.mean + step, message.precision))
+def _candidate(parts: Parts, places: list, step: float, shift: np.ndarray, shared: Shared) -> _Candidate:
+    """After a step from these ``places``."""
+    places = parts.advanced(places, step, shift, shared)
+    message = _message(parts, places, 1.0)
+    ahead = np.linalg.solve(message.precision, message.gradient) if np.isfinite(message.precision).all() else np.nan
+    return _Candidate(shared, places, message, Shared(shared.mean + ahead, message.precision))
+
+
+def _message(parts: Parts, places: list, step: float) -> Message:
+    """That of all parts."""
+    return reduce(Message.plus, parts.messages(places, step))
 
 
 def _combined_step(current: _Candidate, predicted: Shared, parts: Parts, least: float) -> _Candidate | None:
     if predicted is current.ahead or not predicted.is_gaussian:
         return None
-    candidate = _candidate(predicted, parts.advance(1.0, predicted.mean - current.shared.mean, predicted))
+    candidate = _candidate(parts, current.places, 1.0, predicted.mean - current.shared.mean, predicted)
     return candidate if candidate.bound >= least and candidate.ahead.is_gaussian else None
 
 
@@ -132,13 +143,13 @@ def _plain_step(current: _Candidate, parts: Parts, least: float) -> _Candidate |
     """The first step that does not lower the bound."""
     for halvings in range(MAX_HALVINGS):
         step = 0.5**halvings
-        message = parts.message(step) if halvings else current.message
+        message = _message(parts, current.places, step) if halvings else current.message
         precision = (1 - step) * current.shared.precision + message.precision
         if not Shared(current.shared.mean, precision).is_gaussian or not np.isfinite(message.gradient).all():
             continue
         shift = step * np.linalg.solve(precision, message.gradient)
         shared = Shared(current.shared.mean + shift, precision)
-        candidate = _candidate(shared, parts.advance(step, shift, shared))
+        candidate = _candidate(parts, current.places, step, shift, shared)
         if candidate.bound >= least:
             return candidate
     return None

@@ -25,7 +25,8 @@ from ...core.groups.steps import Groups
 from ...engines.groups import GroupEvaluations
 from ...user_warnings import warn
 from ..merging.summaries import TOLERANCE
-from .blocks import BlockModel, GroupPiece, as_parts
+from .blocks import BlockModel, GroupPiece, GroupPieces
+from .parts import EvaluatedGroups
 from .rounds import Shared, in_group_rounds
 from .rows import GroupRows
 
@@ -93,9 +94,9 @@ def solved(
     rows_stand_for_others = any((read().kept.multiplicity > 1).any() for read in given)
     for alone in (False, True) if rows_stand_for_others else (False,):
         is_last = alone or not rows_stand_for_others
-        pieces = _pieces(model, before, given, alone=alone)
+        pieces, places = zip(*_pieces(model, before, given, alone=alone))
         try:
-            result = in_group_rounds(start, as_parts(pieces), None, BLOCK_TOLERANCE)
+            result = in_group_rounds(start, [*places], GroupPieces(pieces), None, BLOCK_TOLERANCE)
         except ValueError:
             if is_last:
                 raise
@@ -109,14 +110,15 @@ def solved(
         )
     (mean, _), root = result.shared, result.shared.root
     moments = SharedState(result.shared, _prior_factor(model, mean, root), result.bound)
-    kept = (_kept(model, read(), piece.evaluated.groups, mean, root, alone=alone) for read, piece in zip(given, pieces))
+    ends = zip(given, result.places)
+    kept = (_kept(model, read(), place.groups, mean, root, alone=alone) for read, place in ends)
     return Solved(moments, kept, result.errors[-1], result.expectation_error, alone)
 
 
 def _pieces(
     model: BlockModel, before: SharedState | None, given: Sequence[Callable[[], PieceInput]], *, alone: bool
-) -> list[GroupPiece]:
-    """The pieces to solve for together. The first one has the factor of q(s)."""
+) -> list[tuple[GroupPiece, EvaluatedGroups]]:
+    """The pieces to solve for together, and where the search begins. The first one has the factor of q(s)."""
     pieces = []
     for number, read in enumerate(given):
         some = read()
@@ -129,7 +131,8 @@ def _pieces(
                 (mean, precision), prior, evidence = before
                 of_shared = rest_of_shared(evidence, mean, precision, prior)
                 others = others._replace(shared=others.shared.and_powers(of_shared, np.ones(1)))
-        pieces.append(GroupPiece(model, rows, some.groups, others, with_shared_prior=number == 0))
+        piece = GroupPiece(model, rows, count, others, with_shared_prior=number == 0)
+        pieces.append((piece, EvaluatedGroups(some.groups, None)))
     return pieces
 
 
