@@ -19,7 +19,7 @@ from ..core.updates.factors import Factors, Kind, add_curvatures, covariances, e
 from ..core.updates.maximize import rounding_of_sum
 from ..core.updates.objective import FactorSet
 from ..core.updates.row_factors import quadratic_sums, row_factors_of
-from ..core.updates.state import Absorbed, RowFactors, State
+from ..core.updates.state import Absorbed, QuadraticFactors, State
 from ..model.data.rows import Rows, num_rows, pad, selected
 from ..model.terms.terms import merged
 from .engine import Engine
@@ -278,7 +278,7 @@ def _sums(kinds: tuple, factors: tuple, root: Array) -> SiteSums:
     return SiteSums(*[jnp.stack(parts) for parts in zip(*sums)]) if sums else SiteSums(*zeros)
 
 
-def _row_factor_sums(block: Factors, site: RowFactors, root: Array) -> SiteSums:
+def _row_factor_sums(block: Factors, site: QuadraticFactors, root: Array) -> SiteSums:
     """Sums over the Gaussian approximations of n factors, expected under q."""
     value, gradient, curvature = quadratic_sums(block, site)
     scaled = block.jacobian @ root

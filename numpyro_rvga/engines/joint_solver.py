@@ -22,7 +22,7 @@ from ..core.updates.joint import Joint, SolveStart, solve_joint_traced
 from ..core.updates.maximize import solution
 from ..core.updates.objective import is_conservative, is_log_concave
 from ..core.updates.search import Search, Settings, Solution, SolverState
-from ..core.updates.state import RowFactors, State, StepInfo
+from ..core.updates.state import QuadraticFactors, State, StepInfo
 from .devices import Devices
 from .searches import Crawl, Searches, StepCount, Suffices, expected_at
 from .starts import MOST_PARAMETERS, Solved
@@ -53,7 +53,7 @@ class JointProblem(NamedTuple):
     state: State
     chunks: PyTree
     prior_inputs: dict[str, Any]
-    row_factors: tuple[RowFactors, ...] | None = None
+    row_factors: tuple[QuadraticFactors, ...] | None = None
     init: tuple[Array, Array] | None = None
     is_coarse: Array | np.ndarray | None = None
     is_corrected: Array | np.ndarray | None = None

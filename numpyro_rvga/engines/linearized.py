@@ -17,7 +17,7 @@ from ..core.jaxprs.fingerprint import output_digests
 from ..core.matrices.jacobians import times_vector
 from ..core.pytrees import PyTree
 from ..core.updates.factors import Factors
-from ..core.updates.state import Absorbed, RowFactors
+from ..core.updates.state import Absorbed, QuadraticFactors
 from ..model.terms.sparsity import Pattern, sparse_jacobian
 from ..model.terms.terms import Terms, constants, linearize, merged
 
@@ -137,7 +137,7 @@ class AbsorbedRows(NamedTuple):
     :ivar num_new: how many rows are new to it.
     """
 
-    row_factors: tuple[RowFactors, ...]
+    row_factors: tuple[QuadraticFactors, ...]
     is_part: Array | np.ndarray
     num_new: Array | np.ndarray
 
@@ -145,21 +145,21 @@ class AbsorbedRows(NamedTuple):
     def new(cls, all_terms: Sequence[Terms], weights: np.ndarray, dtype: DTypeLike) -> AbsorbedRows:
         """Rows that are part of no state, of these weights."""
 
-        def nothing(terms: Terms) -> RowFactors:
+        def nothing(terms: Terms) -> QuadraticFactors:
             e, c = terms.num_elements, terms.num_predictors
-            arrays: PyTree = [np.zeros((len(weights), *shape), dtype) for shape in ((e, c, c), (e, c), (e,))]
-            return RowFactors(*arrays)
+            arrays = [np.zeros((len(weights), *shape), dtype) for shape in ((e,), (e, c), (e, c, c))]
+            return QuadraticFactors(*arrays)
 
         count = np.asarray(np.count_nonzero(weights), np.int32)
         return cls(tuple(map(nothing, all_terms)), np.zeros((), np.int32), count)
 
     @classmethod
-    def of_state(cls, row_factors: tuple[RowFactors, ...]) -> AbsorbedRows:
+    def of_state(cls, row_factors: tuple[QuadraticFactors, ...]) -> AbsorbedRows:
         """Rows that are all part of the state."""
         return cls(row_factors, np.ones((), np.int32), np.zeros((), np.int32))
 
 
-def absorbed_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[RowFactors, ...]:
+def absorbed_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[QuadraticFactors, ...]:
     """The approximations of rows that are part of the state, (n E, ...); zero for others, and for padding."""
     part = absorbed_rows.is_part * (weights > 0)
     return merged(

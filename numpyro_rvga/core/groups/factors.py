@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..updates.state import QuadraticFactors
 from .steps import Groups, GroupSums, conditionals, covariances
 
 LOG_TWO_PI = math.log(2 * math.pi)
@@ -31,19 +32,6 @@ class OpenSums(NamedTuple):
     coupling: np.ndarray
     shared_gradient: np.ndarray
     shared_precision: np.ndarray
-
-
-class QuadraticFactors(NamedTuple):
-    """exp(constant + linear^T x - x^T precision x / 2) of n vectors x: (n,), (n, e), (n, e, e)."""
-
-    constant: np.ndarray
-    linear: np.ndarray
-    precision: np.ndarray
-
-    def and_powers(self, other: QuadraticFactors, power: np.ndarray) -> QuadraticFactors:
-        """Times the others to these powers, (n,)."""
-        powers = power, power[:, None], power[:, None, None]
-        return QuadraticFactors(*[one + p * another for one, another, p in zip(self, other, powers)])
 
 
 class GroupSummaries(NamedTuple):
@@ -94,15 +82,6 @@ def _sizes(size: int, k: int) -> list[int]:
     return [size * (size + 1) // 2, size * k, size, *of_factor, *of_factor]
 
 
-def factors(values: np.ndarray, gradient: np.ndarray, precision: np.ndarray, mean: np.ndarray, covariance: np.ndarray):
-    """The Gaussian factors with these expectations, gradients and curvatures under N(mean, covariance)."""
-    curved = (precision @ mean[..., None])[..., 0]
-    linear = gradient + curved
-    half_trace = 0.5 * np.sum(precision * covariance, axis=(1, 2))
-    constant = values - np.sum(linear * mean, axis=1) + 0.5 * np.sum(curved * mean, axis=1) + half_trace
-    return QuadraticFactors(constant, linear, precision)
-
-
 def summarize(groups: Groups, mean: np.ndarray, root: np.ndarray, prior: OpenSums, rows: OpenSums) -> GroupSummaries:
     """The summaries of groups. ``mean`` (k,) and ``root`` (k, k): of q(s).
 
@@ -112,7 +91,7 @@ def summarize(groups: Groups, mean: np.ndarray, root: np.ndarray, prior: OpenSum
     covariance = _joined(own, across, np.broadcast_to(root @ root.T, (count, *root.shape)))
     means = np.concatenate([groups.mean, np.tile(mean, (count, 1))], axis=1)
     of_both = [
-        factors(
+        QuadraticFactors.expected(
             at.values,
             np.concatenate([at.gradient, at.shared_gradient], axis=1),
             _joined(at.precision, at.coupling, at.shared_precision),

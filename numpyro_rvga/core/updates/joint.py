@@ -29,7 +29,7 @@ from .normal_rows import NormalRows
 from .objective import Coordinates, FactorSet, JointObjective, Objective
 from .row_factors import absorbed_moments, predictor_scales, quadratic_sums
 from .search import Base, Search, Solution, SolverState, standard_base
-from .state import Absorbed, CanonicalGaussian, Count, RowFactors, State, StepInfo
+from .state import Absorbed, CanonicalGaussian, Count, QuadraticFactors, State, StepInfo
 
 
 class SolveStart(NamedTuple):
@@ -113,7 +113,7 @@ class DenseJoint:
     rows: FactorSet
     prior: FactorSet
     state: State
-    row_factors: tuple[RowFactors, ...] | None = None
+    row_factors: tuple[QuadraticFactors, ...] | None = None
     starts: Array | None = None
     init: tuple[Array, Array] | None = None
     selecting: bool = False
@@ -194,7 +194,7 @@ def _most_probable(objective: Objective, base: Base, starts: Array) -> Array:
     return jnp.where(jnp.any(usable), best, jnp.zeros_like(best))
 
 
-def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[RowFactors, ...] | None) -> Base:
+def _divide(state: State, factors: tuple[Factors, ...], row_factors: tuple[QuadraticFactors, ...] | None) -> Base:
     """The state without its prior site and the rows' sites, in coordinates where the state is standard normal."""
     base = standard_base(state.mean.dtype)._replace(constant=state.log_evidence)
     if state.prior_factor is None and row_factors is None:

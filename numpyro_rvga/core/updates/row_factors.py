@@ -10,7 +10,7 @@ from jax import Array
 
 from ..matrices.linalg import semidefinite_factor, solve_lower
 from .factors import Factors, Kind, Moments, Sums
-from .state import Absorbed, RowFactors
+from .state import Absorbed, QuadraticFactors
 
 
 def absorbed_moments(
@@ -38,7 +38,7 @@ def absorbed_moments(
 
 def row_factors_of(
     kinds: tuple[Kind, ...], factors: tuple[Factors, ...], absorbed: tuple[Absorbed, ...]
-) -> tuple[RowFactors, ...]:
+) -> tuple[QuadraticFactors, ...]:
     """The Gaussian approximations by which factors are part of q, from their predictors' moments at that time.
 
     With E[phi], g = E[grad phi] and G = E[hess phi] under u ~ N(m, S), the approximation's logarithm is
@@ -50,16 +50,10 @@ def row_factors_of(
     )
 
 
-def _row_factors(old: Absorbed, moments: Moments) -> RowFactors:
+def _row_factors(old: Absorbed, moments: Moments) -> QuadraticFactors:
     """The approximations of n factors of one kind, from E[phi] (n,), g (n, C) and G (n, C, C)."""
-
-    def one(mean, covariance, moments):
-        value, gradient, hessian = moments
-        linear = gradient - hessian @ mean
-        constant = value - linear @ mean - 0.5 * (mean @ hessian @ mean + jnp.sum(hessian * covariance))
-        return RowFactors(-hessian, linear, constant)
-
-    return jax.vmap(one)(old.mean, old.covariance, moments)
+    value, gradient, hessian = moments
+    return QuadraticFactors.expected(value, gradient, -hessian, old.mean, old.covariance)
 
 
 def row_factors_and_residuals(
@@ -67,7 +61,7 @@ def row_factors_and_residuals(
     factors: tuple[Factors, ...],
     predictor_scales: tuple[Array, ...],
     absorbed: tuple[Absorbed, ...],
-) -> tuple[tuple[RowFactors, ...], tuple[Array, ...]]:
+) -> tuple[tuple[QuadraticFactors, ...], tuple[Array, ...]]:
     """The approximations of :func:`row_factors_of`, and their residuals at this q, (n,) by kind.
 
     A residual is the length of what a factor's natural gradient at q differs by from its approximation's, in standard
@@ -92,7 +86,7 @@ def row_factors_and_residuals(
     return tuple(row_factors for row_factors, _ in pairs), tuple(residuals for _, residuals in pairs)
 
 
-def quadratic_sums(factors: Factors, approximations: RowFactors) -> Sums:
+def quadratic_sums(factors: Factors, approximations: QuadraticFactors) -> Sums:
     """Value, gradient (r,) and minus Hessian (r, r) in e of the summed approximations, where e = 0."""
     product = jnp.einsum("ncd,nd->nc", approximations.precision, factors.predictors)
     weighted = jnp.einsum("ncd,ndr->ncr", approximations.precision, factors.jacobian)

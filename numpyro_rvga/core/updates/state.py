@@ -93,15 +93,33 @@ class State(NamedTuple):
     time: Array | None = None
 
 
-class RowFactors(NamedTuple):
-    """Gaussian approximations of n factors of one kind: constant + linear . u - u' precision u / 2 in predictors u.
+class QuadraticFactors(NamedTuple):
+    """n Gaussian factors, each of its own vector x, by their logarithms: constant + linear . x - x' precision x / 2.
 
-    :ivar precision: (n, C, C). :ivar linear: (n, C). :ivar constant: (n,).
+    :ivar constant: (n,). :ivar linear: (n, e). :ivar precision: (n, e, e).
     """
 
-    precision: Array
-    linear: Array
-    constant: Array
+    constant: Any  # NumPy's or JAX's arrays
+    linear: Any
+    precision: Any
+
+    @classmethod
+    def expected(cls, values: Any, gradients: Any, curvatures: Any, means: Any, covariances: Any) -> QuadraticFactors:
+        """The factors f with E[log f] = ``values`` (n,), E[grad log f] = ``gradients`` (n, e) and -E[hess log f] =
+        ``curvatures`` (n, e, e) under N(means, covariances)."""
+        curved = (curvatures @ means[..., None])[..., 0]
+        linear = gradients + curved
+        half_trace = 0.5 * (curvatures * covariances).sum(axis=(1, 2))
+        constant = values - (linear * means).sum(axis=1) + 0.5 * (curved * means).sum(axis=1) + half_trace
+        return cls(constant, linear, curvatures)
+
+    def and_powers(self, other: QuadraticFactors, power: np.ndarray) -> QuadraticFactors:
+        """Times the others to these powers, (n,)."""
+        powers = power, power[:, None], power[:, None, None]
+        return QuadraticFactors(*[one + p * another for one, another, p in zip(self, other, powers)])
+
+
+RowFactors = QuadraticFactors  # of rows, in their predictors
 
 
 class Absorbed(NamedTuple):

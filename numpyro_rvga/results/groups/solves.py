@@ -13,8 +13,6 @@ import numpy as np
 
 from ...core.groups.factors import (
     GroupSummaries,
-    QuadraticFactors,
-    factors,
     nothing,
     rest_of_groups,
     rest_of_shared,
@@ -22,6 +20,7 @@ from ...core.groups.factors import (
     summarize,
 )
 from ...core.groups.steps import Groups
+from ...core.updates.state import QuadraticFactors
 from ...engines.groups import GroupEvaluations
 from ...user_warnings import warn
 from ..merging.summaries import TOLERANCE
@@ -142,7 +141,8 @@ def _prior_factor(model: BlockModel, mean: np.ndarray, root: np.ndarray) -> Quad
     nobody = Groups(np.zeros((0, size)), np.zeros((0, size, size)), np.zeros((0, size, k)))
     sums = GroupEvaluations(model.terms, [], 0, with_shared_prior=True)(mean, root, nobody)
     moments = mean[None], (root @ root.T)[None]
-    return factors(np.array([sums.shared_value]), sums.shared_gradient[None], sums.shared_precision[None], *moments)
+    expected = np.array([sums.shared_value]), sums.shared_gradient[None], sums.shared_precision[None]
+    return QuadraticFactors.expected(*expected, *moments)
 
 
 def _kept(

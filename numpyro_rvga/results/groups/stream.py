@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.expectations.by_nodes import power_of_two
-from ...core.groups.factors import QuadraticFactors
 from ...core.groups.steps import conditionals
+from ...core.updates.state import QuadraticFactors
 from ...engines.expectation_errors import warn_of
 from ...model.data.arguments import check_finite, check_row_shapes, finite_rows, row_shapes
 from ...model.data.rows import Data, Rows, num_rows, selected
