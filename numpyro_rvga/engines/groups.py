@@ -15,7 +15,7 @@ from ..core.groups.steps import Groups, GroupSums, conditionals
 from ..core.pytrees import PyTree
 from ..core.updates.factors import Kind
 from ..model.data.rows import Arrays, num_rows, pad, selected
-from ..model.members import NOBODY, Members, changes_of, member_of_prior, member_of_rows, whose
+from ..model.members import NOBODY, Finder, Members, whose
 from ..model.terms.terms import Terms, constants, linearize_along, merged
 from .engine import Engine
 from .kinds import make_kind
@@ -62,13 +62,13 @@ class GroupTerms:
         kinds = [*(make_kind(terms, options, engine.rng_key) for terms in program.prior.gaussian), *engine.prior_kinds]
         self._prior = []
         for terms, kind in zip((*program.prior.gaussian, *program.prior.terms), kinds):
-            of = member_of_prior(terms, members, self._generic_theta, self._inputs)
+            of = Finder(terms, members, self._dtype).of_prior(self._inputs)
             plates = program.plates.get(terms.site, ())
             axis = plates.index(members.plate) if members.plate in plates else None
             self._prior.append(_PriorSite(terms, kind, of, whose(terms, members, of, axis)))
         of_other_form = self._prior[len(program.prior.gaussian) :]
         self.has_gaussian_groups = all((site.whose == NOBODY).all() for site in of_other_form)
-        self._changes = [changes_of(terms) for terms in program.terms]
+        self._finders = [Finder(terms, members, self._dtype) for terms in program.terms]
         numbers = sum(t.num_elements * max(t.num_predictors, 1) for t in program.terms) * len(members.directions)
         self._most_rows = max(1, CHUNK_NUMBERS // numbers)
         self._devices = engine.devices
@@ -79,12 +79,6 @@ class GroupTerms:
             engine.compiled(partial(self._open, x)) for x in (of_rows, of_prior)
         )
 
-    @property
-    def _generic_theta(self) -> Array:
-        """A theta (P,) at which no slope vanishes by chance, to see which entries terms depend on."""
-        size = self.members.columns.size + self.members.shared.size
-        return jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), self._dtype)
-
     def chunks(
         self, rows: Arrays, index: np.ndarray, padded: int = 0, weights: np.ndarray | None = None
     ) -> list[PyTree]:
@@ -94,10 +88,8 @@ class GroupTerms:
         :param weights: of rows, (n,); None: one each.
         :raises ValueError: for a row that depends on several members.
         """
-        total, theta = num_rows(rows), self._generic_theta
-        of_rows = []
-        for terms, changes in zip(self._terms, self._changes):
-            of_rows.append(member_of_rows(changes, terms, self.members, theta, rows, index).reshape(total, -1))
+        total = num_rows(rows)
+        of_rows = [finder.of_rows(rows, index).reshape(total, -1) for finder in self._finders]
         least = max(total, padded)
         count = -(-least // self._most_rows)
         size = self._devices.rounded_up(-(-least // count))

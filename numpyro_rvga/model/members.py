@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from ..core.compilation import jit_once
-from ..core.expectations.by_nodes import power_of_two
-from .data.rows import Arrays, num_rows, pad, selected
+from .data.rows import Arrays, num_rows
 from .layout import Layout, layout_of
 from .program import Program
-from .terms.reads import directions_along
+from .terms.reads import Cut, Probes, derivatives_and_positions, generic_theta, parts_of
 from .terms.terms import Terms, linearize_along, split_rows
 
 NOBODY = -1
-CHUNK = 2**16  # rows that are evaluated together
 
 
 class Members(NamedTuple):
@@ -82,69 +80,72 @@ def members_of(program: Program, plate: str, count: int) -> Members:
     return Members(plate, np.concatenate(entries), layout.indices_of(shared), layout_of(shapes), of_all, axes)
 
 
-def member_of_rows(
-    changes: Callable, terms: Terms, members: Members, theta: Array, rows: Arrays, index: np.ndarray
-) -> np.ndarray:
-    """The member that each term of rows may depend on, (n E,).
+class Finder:
+    """Finds the member of a plate that each term of a site depends on: rows' terms on one at most, which is given."""
 
-    :param changes: :func:`changes_of` the terms. :param index: of each row, (n,).
-    :raises ValueError: naming a row that depends on others.
-    """
-    expected = np.repeat(index, terms.num_elements)
-    strange = _strange(_pushed(changes, members, theta, rows), members, expected, theta.dtype)
-    if strange is not None:
-        raise ValueError(
-            f"site {terms.site!r} of row {strange // terms.num_elements} depends on other members of the plate "
-            "than its own: groups stay in their part only where each row depends on one of them."
-        )
-    return expected
+    def __init__(self, terms: Terms, members: Members, dtype: DTypeLike):
+        self._terms, self._columns, self._dtype = terms, members.columns, dtype
+        self._size = members.columns.size + members.shared.size
+        self._found = jit_once(self._of_part)
 
+    def of_rows(self, rows: Arrays, index: np.ndarray) -> np.ndarray:
+        """The member that each term of rows may depend on, (n E,). ``index``: of each row, (n,).
 
-def member_of_prior(terms: Terms, members: Members, theta: Array, inputs: Arrays) -> np.ndarray:
-    """The member that each prior term depends on, (E,); ``NOBODY``: on none.
+        :raises ValueError: naming a row that depends on others.
+        """
+        member, is_strange = self._of_all(rows, index)
+        if is_strange.any():
+            row = np.argmax(is_strange) // self._terms.num_elements
+            raise ValueError(
+                f"site {self._terms.site!r} of row {row} depends on other members of the plate than its own: groups "
+                "stay in their part only where each row depends on one of them."
+            )
+        return member
 
-    :raises ValueError: for a term that depends on several.
-    """
-    pushed = _pushed(changes_of(terms), members, theta, inputs)
-    ones, indices, _ = _by_direction(pushed, len(members.columns))
-    if not ones.shape[1]:
-        return np.full(len(ones), NOBODY)
-    ones, indices = (x.reshape(len(ones), -1) for x in (ones, indices))
-    largest = np.argmax(np.abs(ones), axis=1)[:, None]
-    slope, index = (np.take_along_axis(x, largest, axis=1)[:, 0] for x in (ones, indices))
-    reads = np.any(indices != 0, axis=1) | np.any(ones != 0, axis=1)
-    member = np.where(reads, np.round(index / np.where(slope == 0, 1, slope)), NOBODY).astype(int)
-    outside = reads & ((slope == 0) | (member < 0) | (member >= members.number))
-    if outside.any() or _strange(pushed, members, member, theta.dtype) is not None:
-        raise ValueError(
-            f"the prior term of site {terms.site!r} depends on several members of the plate: groups stay in their part "
-            "only where they are independent given the shared sites."
-        )
-    return member
+    def of_prior(self, inputs: Arrays) -> np.ndarray:
+        """The member that each prior term depends on, (E,); ``NOBODY``: on none.
 
+        :raises ValueError: for a term that depends on several.
+        """
+        member, is_strange = self._of_all(inputs, None)
+        if is_strange.any():
+            raise ValueError(
+                f"the prior term of site {self._terms.site!r} depends on several members of the plate: groups stay in "
+                "their part only where they are independent given the shared sites."
+            )
+        return member
 
-def _strange(pushed: np.ndarray, members: Members, expected: np.ndarray, dtype) -> int | None:
-    """The first term that depends on another member."""
-    ones, _, actual = _by_direction(pushed, len(members.columns))
-    probe = _probe(members)[:, np.maximum(expected, 0)].T[:, None]
-    off = np.abs(ones * probe - actual) > 1e3 * np.finfo(dtype).eps * np.abs(actual)
-    off = np.any(off, axis=(1, 2))
-    return int(np.argmax(off)) if off.any() else None
+    def _of_all(self, rows: Arrays, index: np.ndarray | None) -> list[np.ndarray]:
+        """The member of each term, and whether it depends on others, (n E,)."""
+        probes = Probes.of(Cut.without_chain(tuple(self._columns)), self._size, self._dtype)
+        theta = generic_theta(self._size, self._dtype)
+        found = [
+            self._found(probes, theta, part, None if index is None else index[taken])
+            for taken, part in parts_of(rows, rounded=True)
+        ]
+        count = max(num_rows(split_rows(rows)[1]), 1) * self._terms.num_elements
+        return [np.concatenate(arrays)[:count] for arrays in zip(*found)]
 
-
-def _probe(members: Members) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=members.columns.shape)
-
-
-def _by_direction(pushed: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Changes (n E, C, d) along ones, indices and the probe."""
-    return pushed[..., :size], pushed[..., size : 2 * size], pushed[..., 2 * size :]
+    def _of_part(self, probes: Probes, theta: Array, rows: Arrays, index: Array | None) -> tuple[Array, Array]:
+        d = len(self._columns)
+        changes = linearize_along(self._terms, theta, probes.directions[: 3 * d], rows)[1]
+        if index is not None:
+            member = jnp.repeat(index, self._terms.num_elements)
+        elif not self._terms.num_predictors:
+            member = jnp.full(len(changes), NOBODY)
+        else:
+            _, place = derivatives_and_positions(changes, d)
+            is_read = jnp.any(changes[..., 2 * d :] != 0, axis=1)
+            member = jnp.max(place, axis=1, where=is_read, initial=NOBODY)
+        error, rounding = probes.off(changes, jnp.tile(member[:, None], d))
+        is_off = ~(error <= rounding) if index is None else error > rounding  # where slopes are NaN, rows are believed
+        return member, jnp.any(is_off, axis=(1, 2))
 
 
 def whose(terms: Terms, members: Members, of: np.ndarray, axis: int | None) -> np.ndarray:
     """The member that each prior term belongs to, (E,), also if it depends on none; ``NOBODY``: to none.
 
-    :param of: of :func:`member_of_prior`. :param axis: along which the site's plate has the members; None: it has none.
+    :param of: of :meth:`Finder.of_prior`. :param axis: along which the site's plate has the members; None: it has none.
     :raises ValueError: for terms in the plate whose member cannot be determined.
     """
     if axis is None or (of != NOBODY).all():
@@ -155,30 +156,3 @@ def whose(terms: Terms, members: Members, of: np.ndarray, axis: int | None) -> n
             "first of the site's plates: make it the first (dim=-2 where there are two)."
         )
     return np.arange(terms.num_elements) // (terms.num_elements // members.number)
-
-
-def changes_of(terms: Terms) -> Callable[[Arrays, Array, Array], Array]:
-    """A compiled function: the derivatives of predictors along directions, at theta."""
-
-    @jit_once
-    def changes(rows, theta, directions):
-        return linearize_along(terms, theta, directions, rows)[1]
-
-    return changes
-
-
-def _pushed(changes: Callable, members: Members, theta: Array, rows: Arrays) -> np.ndarray:
-    """Changes of predictors along ones, numbers of members, and random numbers: (n E, C, 3 d)."""
-    probe = np.zeros((len(members.columns), theta.size), theta.dtype)
-    np.put_along_axis(probe, members.columns, _probe(members), axis=1)
-    directions = np.concatenate([directions_along(members.columns, theta.size, theta.dtype), probe])
-    shared, own = split_rows(rows)
-    if not own:
-        return np.asarray(changes(shared, theta, directions), np.float64)
-    total, pieces = num_rows(own), []
-    size = min(CHUNK, power_of_two(total))
-    for start in range(0, total, size):
-        some, _ = pad(selected(own, slice(start, start + size)), size)
-        pieces.append(np.asarray(changes(shared | some, theta, directions), np.float64))
-    every = np.concatenate(pieces)
-    return every[: total * (len(every) // (size * len(pieces)))]

@@ -12,7 +12,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ...core.compilation import jit_once
-from ..data.rows import Arrays
+from ...core.expectations.by_nodes import power_of_two
+from ..data.rows import Arrays, num_rows
 from .terms import Terms, linearize_along, split_rows
 
 CHUNK = 2**16  # rows that are probed together
@@ -37,6 +38,11 @@ def derivatives_and_positions(changes: Array, count: int) -> tuple[Array, Array]
     largest = jnp.argmax(jnp.abs(values), axis=1, keepdims=True)
     value, number = (jnp.take_along_axis(x, largest, axis=1)[:, 0] for x in (values, numbers))
     return values, jnp.round(number / jnp.where(value == 0, 1.0, value)).astype(jnp.int32)
+
+
+def generic_theta(size: int, dtype: DTypeLike) -> Array:
+    """A theta (P,) at which no slope vanishes by chance."""
+    return jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), dtype)
 
 
 class Cut(NamedTuple):
@@ -99,8 +105,7 @@ class Reader:
         count = len(cut.columns)
         nothing = Reads(np.zeros(count, bool), np.ones(count, bool), np.zeros(count), np.zeros((), int))
         self._nothing = None if any(terms.num_predictors for terms in all_terms) else [nothing for _ in all_terms]
-        theta = jnp.asarray(0.5 * np.random.default_rng(1).normal(size=size), dtype)
-        probes = _Probes.of(cut, size, dtype)
+        theta, probes = generic_theta(size, dtype), Probes.of(cut, size, dtype)
 
         def reads_of(terms: Terms, rows: Arrays) -> Reads:
             if not terms.num_predictors:
@@ -112,7 +117,7 @@ class Reader:
     def __call__(self, rows: Arrays) -> list[Reads]:
         if self._nothing is not None:
             return self._nothing
-        by_part = [jax.device_get(self._of_part(part)) for part in _parts(rows)]
+        by_part = [jax.device_get(self._of_part(part)) for _, part in parts_of(rows)]
         return [
             Reads(
                 np.any([reads.is_read for reads in parts], axis=0),
@@ -124,7 +129,7 @@ class Reader:
         ]
 
 
-class _Probes(NamedTuple):
+class Probes(NamedTuple):
     """Directions along columns, and their entries.
 
     :ivar directions: (4 S, P): two along each column, a random one, and its first half.
@@ -136,7 +141,7 @@ class _Probes(NamedTuple):
     times: Array
 
     @classmethod
-    def of(cls, cut: Cut, size: int, dtype: DTypeLike) -> _Probes:
+    def of(cls, cut: Cut, size: int, dtype: DTypeLike) -> Probes:
         columns = cut.columns
         random = np.random.default_rng(0).normal(size=size).astype(dtype)
         one_column, first_half = np.zeros((2, len(columns), size), dtype)
@@ -150,14 +155,26 @@ class _Probes(NamedTuple):
             jnp.asarray(np.stack([np.resize(-1 if times is None else times, longest) for times in cut.times])),
         )
 
+    def off(self, changes: Array, place: Array) -> tuple[Array, Array]:
+        """By how much the derivatives of predictors along random directions are off, if they depend on one entry of
+        each column, and how much of that may be rounding, (n, C, S).
+
+        :param changes: their derivatives along the directions, at least the first 3 S. :param place: of the entry in
+            each column, (n, S).
+        """
+        count, longest = self.random.shape
+        values, actual = changes[..., :count], changes[..., 2 * count : 3 * count]
+        at = jnp.arange(count), jnp.clip(place, 0, longest - 1)
+        error = jnp.abs(values * self.random[at][:, None] - actual)
+        return error, 1e3 * jnp.finfo(changes.dtype).eps * jnp.abs(actual)
+
     def reads(self, changes: Array, cut: Cut) -> Reads:
         """The reads of terms. ``changes``: their predictors' derivatives along the directions, (n, C, 4 S)."""
         count, longest = self.random.shape
-        values, place = derivatives_and_positions(changes, count)
+        _, place = derivatives_and_positions(changes, count)
         actual, half = changes[..., 2 * count : 3 * count], changes[..., 3 * count :]
         at = jnp.arange(count), jnp.clip(place, 0, longest - 1)
-        error = jnp.abs(values * self.random[at][:, None] - actual)
-        close = error <= 1e3 * jnp.finfo(changes.dtype).eps * jnp.abs(actual)
+        error, rounding = self.off(changes, place)
         is_read = jnp.any(actual != 0, axis=1)
         times, in_chain = self.times[at], is_read & cut.in_chain
         latest = jnp.max(times, axis=1, where=in_chain, initial=-1)
@@ -165,16 +182,20 @@ class _Probes(NamedTuple):
         crosses = jnp.any((half != 0) & (half != actual), axis=1)
         return Reads(
             jnp.any(is_read, axis=0),
-            jnp.all(close, axis=(0, 1)),
+            jnp.all(error <= rounding, axis=(0, 1)),
             jnp.mean(crosses, axis=0),
             jnp.max(jnp.where(jnp.any(in_chain, axis=1), latest - first, 0)),
         )
 
 
-def _parts(rows: Arrays) -> Iterator[Arrays]:
-    """Rows in parts of equal length, the first ones once more in the last."""
+def parts_of(rows: Arrays, *, rounded: bool = False) -> Iterator[tuple[np.ndarray, Arrays]]:
+    """Rows in parts of equal length, the first ones once more in the last, with their numbers.
+
+    :param rounded: whether the length is a power of two.
+    """
     shared, own = split_rows(rows)
-    count = len(next(iter(own.values()))) if own else 0
-    for start in range(0, max(count, 1), CHUNK):
-        taken = np.arange(start, start + min(count, CHUNK)) % max(count, 1)
-        yield shared | {name: array[taken] for name, array in own.items()}
+    count = max(num_rows(own), 1)
+    length = min(power_of_two(count) if rounded else count, CHUNK)
+    for start in range(0, count, length):
+        taken = np.arange(start, start + length) % count
+        yield taken, shared | {name: array[taken] for name, array in own.items()}
