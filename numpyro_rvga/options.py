@@ -52,8 +52,7 @@ class Options(NamedTuple):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, not {value}.")
         for name, value in (("max_iterations", self.max_iterations), ("num_samples", self.num_samples)):
-            if not (isinstance(value, int) and value > 0):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}.")
+            check_count(name, value)
 
 
 def default_key() -> Array:

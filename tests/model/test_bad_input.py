@@ -525,6 +525,7 @@ def test_init_posteriors_of_another_model_are_refused():
         ({"block_size": "large"}, r"block_size .*not 'large'"),
         ({"first_block": -1}, r"first_block .*at least 0, not -1"),
         ({"max_iterations": 0}, r"max_iterations must be a positive integer, not 0"),
+        ({"max_iterations": True}, r"max_iterations must be a positive integer, not True"),
         ({"num_samples": 1.5}, r"num_samples must be a positive integer, not 1.5"),
         ({"tolerance": 0.0}, r"tolerance must be positive, not 0.0"),
         ({"tolerance": float("nan")}, r"tolerance must be positive, not nan"),
