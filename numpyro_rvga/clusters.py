@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from .bong import BONG
 from .core.groups.steps import Message
+from .core.pytrees import summed
 from .core.updates.state import State
 from .engines.certificate import SiteSums
 from .engines.online import OnlineState
@@ -151,7 +151,7 @@ class RunCluster(Cluster):
 
     def sums(self, state: State) -> SiteSums:
         """Sums over the rows of all parts, at one state."""
-        return reduce(SiteSums.plus, self._asked(_sums, jax.tree.map(np.asarray, state)))
+        return summed(self._asked(_sums, jax.tree.map(np.asarray, state)))
 
     def sample_of(self, totals: Sequence[int], counts: Sequence[int]) -> list[Rows]:
         """A random sample of the rows of each part. ``totals``: how many there are."""

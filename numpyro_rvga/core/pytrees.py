@@ -1,6 +1,18 @@
 """Pytrees of arrays."""
 
-from typing import Any
+import operator
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any, TypeVar
+
+import jax
 
 PyTree = Any
 """Arrays in tuples, lists and mappings, of any depth: what a function of the caller's own takes, and is handed."""
+
+Tree = TypeVar("Tree")
+
+
+def summed(trees: Iterable[Tree]) -> Tree:
+    """The sum of pytrees of the same form, array by array."""
+    return reduce(lambda one, other: jax.tree.map(operator.add, one, other), trees)

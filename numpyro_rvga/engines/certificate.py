@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from ..core.matrices.jacobians import gram, vjp
-from ..core.pytrees import PyTree
+from ..core.pytrees import PyTree, summed
 from ..core.updates.factors import Factors, Kind, add_curvatures, covariances, expected_values
 from ..core.updates.maximize import rounding_of_sum
 from ..core.updates.objective import FactorSet
@@ -146,7 +146,7 @@ class Certificate:
         def evaluate(state: State) -> BoundEvaluation:
             placed = self._engine.devices.put((state.mean, state.root))
             sums = [self._summed(*placed, stratum.in_chunks(size), size) for stratum in (kept, *batches)]
-            total = reduce(_added, sums[1:], sums[0])
+            total = summed(sums)
             return evaluate_bound(state, base, total, no_prior_terms)._replace(noise=_noise(state, sums[1:]))
 
         return self._ascend(evaluate, state, 0.0, max_looks)
@@ -210,7 +210,7 @@ class Certificate:
             if taken is not self._of_rows and not self._few_nodes_suffice(sums, size, num_rows):
                 evaluate = self._of_rows
                 sums = in_double(evaluate(mean, root, *arguments))
-            total = _added(total, sums)
+            total = sums if total is None else summed((total, sums))
 
         for rows, weights, *absorbed in chunks:
             (rows, *absorbed), weights = pad((rows, *absorbed), size, weights)
@@ -308,7 +308,3 @@ def _noise(state: State, batches: list[SiteSums]) -> Noise:
     curvature = error([root.T @ batch.curvatures.sum(axis=0) @ root for batch in batches])
     squared = float(gradient @ gradient + 0.5 * np.sum(curvature**2))
     return Noise(float(error([np.asarray(batch.values.sum()) for batch in batches])), gradient, squared)
-
-
-def _added(total: SiteSums | None, sums: SiteSums) -> SiteSums:
-    return sums if total is None else total.plus(sums)

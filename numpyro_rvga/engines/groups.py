@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +12,14 @@ from jax import Array
 
 from ..core.groups.factors import OpenSums
 from ..core.groups.steps import Groups, GroupSums, conditionals
-from ..core.pytrees import PyTree
+from ..core.pytrees import PyTree, summed
 from ..core.updates.factors import Kind
 from ..model.data.rows import Arrays, num_rows, pad, selected
 from ..model.members import NOBODY, Finder, Members, whose
 from ..model.terms.terms import Terms, constants, linearize_along, merged
 from .engine import Engine
 from .kinds import make_kind
+from .natural_steps import in_double
 
 CHUNK_NUMBERS = 2**23  # in the Jacobians of the terms that are evaluated together
 
@@ -244,14 +245,14 @@ class GroupEvaluations:
         terms = self._terms
         q = terms.q(mean, root, groups)
         pieces = [terms.prior_sums(q, self._weights), *(terms.row_sums(q, chunk) for chunk in self._chunks)]
-        sums = GroupSums(*[reduce(np.add, [np.asarray(x, np.float64) for x in of_all]) for of_all in zip(*pieces)])
+        sums = GroupSums(*summed(map(in_double, pieces)))
         of_groups = [x[: self._count] for x in (sums.values, sums.gradient, sums.precision, sums.coupling)]
         sums = GroupSums(*of_groups, sums.shared_value + sums.values[-1], *sums[5:])
         return terms.with_blocks(sums, mean, root) if self._with_shared_prior else sums
 
 
 def _open_sums(pieces: list[tuple], count: int) -> OpenSums:
-    return OpenSums(*[reduce(np.add, [np.asarray(x, np.float64) for x in of_all])[:count] for of_all in zip(*pieces)])
+    return OpenSums(*[x[:count] for x in summed(map(in_double, pieces))])
 
 
 def _check(engine: Engine) -> None:

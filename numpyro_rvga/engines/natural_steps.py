@@ -31,10 +31,6 @@ class SiteSums(NamedTuple):
     curvatures: Array | np.ndarray
     errors: Array | np.ndarray
 
-    def plus(self, other: SiteSums) -> SiteSums:
-        """The sums over the terms of both."""
-        return SiteSums(*[a + b for a, b in zip(self, other)])
-
 
 class Noise(NamedTuple):
     """Sampling errors of estimates from some of the rows.

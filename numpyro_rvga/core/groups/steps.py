@@ -75,10 +75,6 @@ class Message(NamedTuple):
     precision: np.ndarray
     gradient: np.ndarray
 
-    def plus(self, other: Message) -> Message:
-        """The message of both parts."""
-        return Message(*[a + b for a, b in zip(self, other)])
-
 
 def conditionals(groups: Groups) -> Conditionals:
     """Where a precision is not positive definite, NaN."""

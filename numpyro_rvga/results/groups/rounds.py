@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
 from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from ...core.groups.steps import Message
+from ...core.pytrees import summed
 from ...core.updates.acceleration import shares_of
 from ..merging.summaries import TOLERANCE, distance
 
@@ -129,7 +129,7 @@ def _candidate(parts: Parts, places: list, step: float, shift: np.ndarray, share
 
 def _message(parts: Parts, places: list, step: float) -> Message:
     """That of all parts."""
-    return reduce(Message.plus, parts.messages(places, step))
+    return summed(parts.messages(places, step))
 
 
 def _combined_step(current: _Candidate, predicted: Shared, parts: Parts, least: float) -> _Candidate | None:

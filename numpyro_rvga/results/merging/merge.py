@@ -7,7 +7,6 @@ rows that is the posterior of all data; else each part's summary is as good as i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 from ...core.gaussians import BlockDiagonalGaussian, DiagonalGaussian, Family, FullGaussian, LowRankGaussian
 from ...core.gaussians.mean_field import MeanField
 from ...core.gaussians.mixture import GaussianMixture
+from ...core.pytrees import summed
 from ...core.updates.state import Count, State, new_state
 from ...engines.certificate import SiteSums
 from ...engines.engine import Engine
@@ -136,7 +136,7 @@ def _in_rounds(parts: list[Fitted], states: list[State], blocks: list[Any], limi
             if part.row_sets and rows != total(part.row_sets):
                 raise ValueError(f"block {number} of data does not hold the rows that part {number} has taken in.")
             of_parts.append(of_part)
-        return reduce(SiteSums.plus, of_parts)
+        return summed(of_parts)
 
     def sample_of(*numbers: Sequence[int]) -> list[Rows]:
         of_parts = zip(parts, blocks, options, *numbers)
