@@ -126,7 +126,8 @@ class NutsChain:
             if new.is_over:
                 return tree._replace(acceptance=acceptance, count=count, diverges=new.diverges)
             draw = new.draw if np.log(self._rng.random()) < new.log_weight - tree.log_weight else tree.draw
-            sides = (tree, new) if is_forward else (_reversed(new), tree)
+            in_time = new if is_forward else new._replace(first=new.last, last=new.first)
+            sides = (tree, in_time) if is_forward else (in_time, tree)
             tree = self._merged(*sides, draw)._replace(acceptance=acceptance, count=count)
             if tree.is_over:
                 break
@@ -176,8 +177,3 @@ class NutsChain:
 
     def _energy(self, state: _State) -> float:
         return 0.5 * float(state.momentum**2 @ self._variance) - state.position.log_density
-
-
-def _reversed(tree: _Tree) -> _Tree:
-    """A trajectory of steps backward, in the order of time."""
-    return tree._replace(first=tree.last, last=tree.first)

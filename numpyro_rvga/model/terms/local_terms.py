@@ -78,7 +78,7 @@ def local_terms(
     predictors, density = partial(split.kept_predictors, kept), jit(partial(split.integrated, kept, integral))
     terms = Terms(component.name, component.size, len(kept), True, predictors, split.constants, density, None)
     if not quadratic:
-        finer = jit(partial(split.integrated, kept, _finer_integral))
+        finer = jit(partial(split.integrated, kept, lambda log_joint, _, *form: finer_log_integral(log_joint, *form)))
         terms = terms._replace(num_nodes=count * num_nodes(component.continuous.shape[1]), finer=finer)
     return terms, quadratic, partial(split.drawn, kept, quadratic)
 
@@ -209,10 +209,6 @@ def _drawn(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> 
 def _integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:
     """:param still: the same, not to be differentiated."""
     return log_integral(log_joint, place_nodes(still, size, dtype))
-
-
-def _finer_integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:
-    return finer_log_integral(log_joint, size, dtype)
 
 
 def _gaussian_integral(log_joint: Callable, still: Callable, size: int, dtype: jnp.dtype) -> Array:
