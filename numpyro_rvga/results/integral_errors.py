@@ -13,7 +13,6 @@ from .fitted import Fitted
 
 NUM_DRAWS = 8
 MOST_ROWS = 256
-NOTICEABLE = 0.1  # nats: an error that changes by so much within q moves a mean by as many standard deviations
 
 
 def integral_error(posterior: Fitted, rows: Arrays) -> float:

@@ -26,12 +26,12 @@ from ..core.compilation import Compiled
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..engines.integration.importance import relative_sample_size
+from ..engines.rounding_errors import NOTICEABLE as NOTICEABLE_ERROR
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
 from ..options import key_numbers
 from .derived import normal_scores
 from .fitted import Fitted
-from .integral_errors import NOTICEABLE as NOTICEABLE_ERROR
 from .integral_errors import integral_error
 from .log_joint import (
     all_rows,

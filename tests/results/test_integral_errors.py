@@ -10,8 +10,9 @@ from scipy.special import logsumexp
 
 from numpyro_rvga import RVGA
 from numpyro_rvga.core.expectations.local_integrals import finer_log_integral, log_integral, place_nodes
+from numpyro_rvga.engines.rounding_errors import NOTICEABLE
 from numpyro_rvga.results import khat as khat_module
-from numpyro_rvga.results.integral_errors import NOTICEABLE, integral_error
+from numpyro_rvga.results.integral_errors import integral_error
 
 DATA = {"y": np.array([-2.5, -0.3, 0.4, 0.9, 1.6, 3.1])}
 
