@@ -85,16 +85,9 @@ def profiles_of(
 
     :param least_deviation: (d,), standard deviations that profiles have at least: those that are less are stretched.
     """
-    profiles = []
-    for axis, direction in enumerate(axes.T):
-        sides = [_side(marginal, mode, sign * direction) for sign in (-1, 1)]
-        stretch = 1.0
-        if least_deviation is not None:
-            z, density = _density(*sides, stretch)
-            deviation = np.sqrt(np.average(z**2, weights=density))
-            stretch = max(1.0, float(least_deviation[axis] / deviation))
-        profiles.append(_profile(*sides, stretch))
-    return Profiles(tuple(profiles))
+    least = np.zeros(len(axes)) if least_deviation is None else least_deviation
+    sides = [[_side(marginal, mode, sign * direction) for sign in (-1, 1)] for direction in axes.T]
+    return Profiles(tuple(_profile(*pair, deviation) for pair, deviation in zip(sides, least)))
 
 
 class _Side(NamedTuple):
@@ -156,31 +149,23 @@ def _side(marginal: Marginal, mode: Mode, direction: np.ndarray) -> _Side:
     return _Side(distances, np.sqrt(2 * drop), max(float(slope), LEAST_SLOPE), limit)
 
 
-def _edges(below: _Side, above: _Side) -> np.ndarray:
-    half = NUM_CELLS // 2
-    return np.concatenate([np.linspace(-below.end, 0, half + 1), np.linspace(0, above.end, half + 1)[1:]])
-
-
 def _roots(below: _Side, above: _Side, z: np.ndarray) -> np.ndarray:
     return np.where(z < 0, -below.at(np.maximum(-z, 0)), above.at(np.maximum(z, 0)))
 
 
-def _density(below: _Side, above: _Side, stretch: float) -> tuple[np.ndarray, np.ndarray]:
-    """Middles of cells, and the mass of exp(-drop) in each."""
-    edges = _edges(below, above)
-    middle = 0.5 * (edges[1:] + edges[:-1])
-    mass = np.exp(-0.5 * _roots(below, above, middle) ** 2) * np.diff(edges)
-    return stretch * middle, mass / mass.sum()
-
-
-def _profile(below: _Side, above: _Side, stretch: float) -> Profile:
+def _profile(below: _Side, above: _Side, least_deviation: float) -> Profile:
     from scipy.stats import norm  # here: slow to import, and seldom needed
 
-    edges = _edges(below, above)
-    middle = 0.5 * (edges[1:] + edges[:-1])
-    heavy = (1 + _roots(below, above, middle) ** 2 / FREEDOM) ** (-0.5 * (FREEDOM + 1)) * np.diff(edges)
+    half = NUM_CELLS // 2
+    edges = np.concatenate([np.linspace(-below.end, 0, half + 1), np.linspace(0, above.end, half + 1)[1:]])
+    middles = 0.5 * (edges[1:] + edges[:-1])
+    roots = _roots(below, above, middles)
+    mass = np.exp(-0.5 * roots**2) * np.diff(edges)
+    mass /= mass.sum()
+    deviation = np.sqrt(np.average(middles**2, weights=mass))
+    stretch = max(1.0, float(least_deviation / deviation))
+    heavy = (1 + roots**2 / FREEDOM) ** (-0.5 * (FREEDOM + 1)) * np.diff(edges)
     heavy /= heavy.sum()
-    _, mass = _density(below, above, stretch)
     lower = np.concatenate([[0], np.cumsum(mass)])
     upper = np.concatenate([np.cumsum(mass[::-1])[::-1], [0]])
     standard = np.clip(np.where(lower < 0.5, norm.ppf(lower), norm.isf(upper)), -FARTHEST, FARTHEST)
