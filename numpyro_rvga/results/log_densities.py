@@ -30,7 +30,6 @@ class LogDensities:
         self._priors = Compiled(jax.vmap(program.log_prior))
         self._row_terms = Compiled(jax.vmap(program.log_likelihood, (0, None)))
         self._few_at_a_time = Compiled(self._in_batches)
-        self._both = Compiled(self._priors_and_row_terms)
 
     def joint(self, theta: Array, rows: Arrays) -> np.ndarray:
         """The log joint density in unconstrained space at theta (n, P), with all row terms, summed in float64: (n,)."""
@@ -39,7 +38,7 @@ class LogDensities:
         rows, weights = once_each({n: np.asarray(x) for n, x in rows.items()}, np.ones(num_rows(rows)))
         return self.summed(theta, _weighted(self.chunks(theta, rows), weights))
 
-    def summed(self, theta: Array, chunks: Iterable[RowTerms]) -> np.ndarray:
+    def summed(self, theta: Array | np.ndarray, chunks: Iterable[RowTerms]) -> np.ndarray:
         """The same from the row terms of chunks of rows."""
         total = np.asarray(self._priors(theta), np.float64)
         for terms in chunks:
@@ -72,13 +71,9 @@ class LogDensities:
         size = max(1, CHUNK_VALUES // max(1, sum(values.size for values in terms.values())))
         draws, totals = np.asarray(theta), []
         for start in range(0, len(draws), size):
-            some = draws[start : start + size]
-            priors, terms = jax.device_get(self._both(pad(some, min(size, len(draws)))[0], inputs))
-            totals.append((priors.astype(np.float64) + _sum_of_rows(terms, len(priors)))[: len(some)])
+            some, weights = pad(draws[start : start + size], min(size, len(draws)))
+            totals.append(self.summed(some, [jax.device_get(self._row_terms(some, inputs))])[weights > 0])
         return np.concatenate(totals)
-
-    def _priors_and_row_terms(self, theta: Array, inputs: Arrays) -> tuple[Array, dict[str, Array]]:
-        return self._priors(theta), self._row_terms(theta, inputs)
 
 
 def _one_of(theta: Array) -> jax.ShapeDtypeStruct:
