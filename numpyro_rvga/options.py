@@ -56,13 +56,15 @@ class Options(NamedTuple):
 
 
 def default_key() -> Array:
-    """``jax.random.key(0)``, without compiling a hash of the seed."""
-    return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)), impl="threefry2x32")
+    """``jax.random.key(0)``, without compiling a hash of the seed; not traced."""
+    with jax.ensure_compile_time_eval():
+        return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)), impl="threefry2x32")
 
 
 def key_numbers(rng_key: Array) -> list[int]:
     """A key as plain numbers: also a seed of NumPy's generators, which permute rows ten times as fast as JAX's."""
-    return np.asarray(jax.random.key_data(rng_key)).tolist()
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.random.key_data(rng_key)).tolist()
 
 
 def described(choice: Any) -> Any:

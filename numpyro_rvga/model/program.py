@@ -20,7 +20,7 @@ from .bound.bound_likelihood import BoundLikelihood
 from .bound.model_runs import ReadingOptions
 from .bound.row_checks import RowCheck, check_whole_support, index_check, support_check
 from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_shapes, whole_data_again
-from .data.arrays import as_jax_array
+from .data.arrays import as_integers, as_jax_array
 from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
 from .handlers.data_prior import DeterministicSites, PriorConstants, classify_deterministic
 from .handlers.tracing import base_distribution, deterministic_sites, numbers_of, sample_sites
@@ -148,6 +148,8 @@ class Program(BoundLikelihood):
             rows = self.as_taken(whole_data_again(self.model, data, self.model_kwargs))
         else:
             rows = checked_rows(self.model, data, self.model_kwargs)
+            like = self.example_row
+            rows = {name: as_integers(array, like[name]) if name in like else array for name, array in rows.items()}
         needed = self._prediction_arrays if predicted else set(self.example_row) - self._outcome_arrays
         self.check_given(rows, needed)
         if not self.whole:

@@ -116,6 +116,18 @@ def test_values_outside_the_support_are_named_with_site_array_and_row(fn, value,
         run(model, data)
 
 
+def test_a_list_of_arrays_is_refused_with_the_forms_that_data_take():
+    with pytest.raises(ValueError, match="a tuple of arrays in the order of its arguments, or an iterable of such"):
+        run(logistic, [X, Y])
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+def test_traced_data_are_named(transform):
+    outcomes = jnp.stack([Y, Y])
+    with pytest.raises(ValueError, match="'y' is traced by jax.jit, jax.grad or jax.vmap"):
+        transform(lambda y: run(logistic, {"X": X, "y": y}).mean)(outcomes)
+
+
 def test_values_outside_the_support_are_named_in_later_blocks_too():
     model, data = observing(lambda u: dist.Poisson(jnp.exp(u)), -1, 1.0)
     with pytest.raises(ValueError, match="'outcome': row 73 of array 'count' holds -1"):
@@ -314,6 +326,18 @@ def test_an_index_of_nothing_is_refused_with_array_row_and_bound(bad, how):
     }
     with pytest.raises(ValueError, match=message):
         actions[how](groups(bad))
+
+
+def test_whole_numbers_in_floating_point_predict_as_the_integers_of_the_run():
+    def model(group, y=None):
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0).expand([5]).to_event(1))
+        with numpyro.plate("rows", len(group)):
+            numpyro.sample("y", dist.Normal(a[group], 0.5), obs=y)
+
+    group, key = RNG.integers(0, 5, NUM_ROWS), jax.random.key(0)
+    posterior = run(model, {"group": group, "y": RNG.normal(size=NUM_ROWS)})
+    expected = posterior.predictive(key, {"group": group}, num_samples=5)["y"]
+    assert np.array_equal(posterior.predictive(key, {"group": group.astype(float)}, num_samples=5)["y"], expected)
 
 
 def test_rows_that_index_nothing_can_be_skipped():

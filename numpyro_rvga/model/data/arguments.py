@@ -19,7 +19,7 @@ CONSTANTS = "numpyro_rvga.constants"  # likewise: what the data determine of the
 SHARED = (PARAMS, CONSTANTS)
 MISSING = (  # what to do with values that are not finite
     "Drop such rows, or pass on_bad_row='skip'; or let the model handle them: all rows at hand, with "
-    "numpyro.handlers.mask(mask=~jnp.isnan(y)) around the observed site."
+    "numpyro.handlers.mask(mask=jnp.isfinite(y)) around the observed site."
 )
 
 
@@ -194,7 +194,8 @@ def _by_name(model: Callable, data: Data) -> dict[str, Any]:
     refuse_frames(data)
     if not isinstance(data, tuple):
         raise BadData(
-            f"data must be a mapping from the model's argument names to arrays, or a tuple, not {type(data).__name__}."
+            f"data must be a mapping from the model's argument names to arrays, a tuple of arrays in the order of its "
+            f"arguments, or an iterable of such blocks, not {type(data).__name__}."
         )
     parameters = _parameters(model)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

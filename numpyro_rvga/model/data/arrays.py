@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 NUMERIC_KINDS = "biuf"
 
@@ -45,9 +46,14 @@ def as_data_array(name: str, value: Any) -> np.ndarray:
 
     :param name: of the argument, for messages.
     :param value: anything that NumPy, pandas or Polars take for an array.
-    :raises ValueError: naming the argument, for what is not numeric or not rectangular, and the row of an integer that
-        JAX would wrap or that is masked.
+    :raises ValueError: naming the argument, for what is traced, not numeric or not rectangular, and the row of an
+        integer that JAX would wrap or that is masked.
     """
+    if isinstance(value, Tracer):
+        raise BadData(
+            f"data array {name!r} is traced by jax.jit, jax.grad or jax.vmap, and its values are read here: call run() "
+            "outside of these. For steps inside them there is update()."
+        )
     array = _unmasked(name, _numeric(name, value))
     if array.dtype.kind not in NUMERIC_KINDS:
         raise BadData(
@@ -109,6 +115,13 @@ def _widened(name: str, array: np.ndarray) -> np.ndarray:
             "numbers."
         )
     return array if kind == "i" else array.astype(largest.dtype)
+
+
+def as_integers(array: np.ndarray, like: Any) -> np.ndarray:
+    """Whole numbers in floating point as integers, where another array has integers."""
+    if array.dtype.kind != "f" or like.dtype.kind not in "iu" or not (array == np.round(array)).all():
+        return array
+    return array.astype(like.dtype)
 
 
 def as_jax_array(name: str, value: Any) -> Array:
