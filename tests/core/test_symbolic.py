@@ -53,6 +53,22 @@ def column_of_correlated_effects(t, g):
     return jnp.sin(1.0 + effects[:, 0])[g] * effects[:, 0][g]
 
 
+def effects_of_two_kinds(t, num_groups):
+    """(2, groups), with loadings that depend on a parameter."""
+    return jnp.stack([jnp.cosh(t[0]), jnp.sinh(t[0])])[:, None] @ t[None, 1 : 1 + num_groups]
+
+
+def centered_effects(t, g):
+    effects = effects_of_two_kinds(t, 4).T
+    effects = effects - effects.mean(0)
+    return jnp.sin(effects[g, 0]) * effects[g, 1]
+
+
+def designed_effects(t, x):
+    first, second = x @ effects_of_two_kinds(t, 3).T
+    return jnp.sin(first) * second
+
+
 def two_walks(t, g):
     steps = jnp.cosh(t[0]) * t[1:5]
     late, early = jnp.concatenate([jnp.zeros(1), steps[:2]]), jnp.concatenate([steps[2:], jnp.zeros(1)])
@@ -256,6 +272,25 @@ EXAMPLES = {
     ),
     "a walk whose steps walk": Example(
         lambda t, g: jnp.sin(jnp.cumsum(jnp.cumsum(jnp.cosh(t[0]) * t[2:4]) - jnp.cosh(t[1]) * t[4:] / 2)[g]), 4, (B,)
+    ),
+    "effects around their mean": Example(centered_effects, 3, (G,)),
+    "effects by a design matrix": Example(designed_effects, 2, (X,)),
+    "curves of two kinds on a grid": Example(
+        lambda t, m, b, g: jnp.sin((effects_of_two_kinds(t, 3) @ m.T)[b, g]), 2, (MATRIX, B, G)
+    ),
+    "walks with common steps": Example(
+        lambda t, b, g: jnp.sin(jnp.cumsum(effects_of_two_kinds(t, 5), axis=1)[b, 3]) + g, 2, (B, G)
+    ),
+    "sums over both axes of a product": Example(lambda t: jnp.sin(jnp.sum(effects_of_two_kinds(t, 2))), 3),
+    "entry of a sorted line": Example(lambda t, b: jnp.sort(t.reshape(2, 3), axis=1)[b, 1] ** 2, 3, (B,)),
+    "sum over a segment": Example(
+        lambda t, g: jnp.sin(jax.ops.segment_sum(jnp.cosh(t), jnp.array([0, 2, 2, 1, 1, 1]), 3)[g]), 3, (G,)
+    ),
+    "sum over a segment of a common scale": Example(
+        lambda t, g: jnp.sin(jax.ops.segment_sum(jnp.cosh(t[0]) * t[1:], jnp.array([0, 2, 2, 1, 1]), 3)[g]), 2, (G,)
+    ),
+    "sums over segments that lack some": Example(
+        lambda t: jnp.sin(jnp.ones(4).at[jnp.array([1, 1, 9])].add(jnp.cosh(t[:3]), mode="drop")[1]), 2
     ),
     # custom derivatives at shapes other than those that they were traced for
     "softplus of an element": Example(lambda t, g: jax.nn.softplus(t)[g], 1, (G,)),

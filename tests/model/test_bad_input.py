@@ -124,7 +124,7 @@ def test_a_list_of_arrays_is_refused_with_the_forms_that_data_take():
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
 def test_traced_data_are_named(transform):
     outcomes = jnp.stack([Y, Y])
-    with pytest.raises(ValueError, match="'y' is traced by jax.jit, jax.grad or jax.vmap"):
+    with pytest.raises(ValueError, match=r"'y' is traced by jax\.jit, jax\.grad or jax\.vmap"):
         transform(lambda y: run(logistic, {"X": X, "y": y}).mean)(outcomes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from .selection import (
     broadcast_selection,
     composed,
     constant_index,
-    everything,
     of_indices,
     possible_values,
     without_ones,
@@ -71,14 +69,6 @@ def first_of(selection: Selection) -> Selection:
     """The first of the entries."""
     one = (1,) * len(selection.shape)
     return composed(selection, Selection(one, (constant_index(np.zeros(one)),) * len(one)))
-
-
-def first_along(shape: tuple[int, ...], axes: Sequence[int]) -> Selection:
-    """Of an array that is the same along some axes: its entries, without these axes."""
-    out = tuple(n for axis, n in enumerate(shape) if axis not in axes)
-    places = iter(everything(out).indices)
-    zero = constant_index(np.zeros((1,) * len(out)))
-    return Selection(out, tuple(zero if axis in axes else next(places) for axis in range(len(shape))))
 
 
 def num_distinct(affine: Node) -> int:

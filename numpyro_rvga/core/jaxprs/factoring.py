@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .contractions import contraction
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, NodeCache
 from .primitives import ARITHMETIC
 
@@ -28,7 +29,7 @@ class Product(NamedTuple):
     """An array, multiplied or divided by numbers.
 
     :ivar numbers: "mul" or "div", and nodes of one entry, or that are the same along the axes in question.
-    :ivar array: a node that is affine or constant.
+    :ivar array: a node that is affine or constant, or a contraction.
     """
 
     numbers: tuple[tuple[str, Node], ...]
@@ -60,6 +61,8 @@ def _products_of(graph: NodeCache, node: Node, axes: Axes) -> list[Product] | No
     affine = node.leaf_of or node.unwraps
     if affine is not None or node.kind in (AFFINE, CONSTANT):
         return [Product((), affine or node)]
+    if contraction(node, axes) is not None:
+        return [Product((), node)]
     if node.name in ADDED or (node.name == "neg" and node.kind == POINTWISE):
         return _sum(graph, node, axes)
     if node.name in OPERATIONS and node.kind == POINTWISE:

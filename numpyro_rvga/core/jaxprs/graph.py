@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
+from .associating import associated, carried, run_of
+from .contractions import contraction
 from .elementwise import is_pointwise_call, pointwise_apply
-from .entries import first_along
 from .factoring import FACTORABLE, image_of, products_of
 from .indices import columns_of, index_of
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value, ancestors, value_of
 from .parallel_loops import constant_outputs, in_parallel
-from .placing import placed
+from .placing import ADDING, adds_to_zeros, placed, sums_at_places
 from .primitives import (
     BILINEAR_PRIMITIVES,
     LINEAR_PRIMITIVES,
@@ -81,9 +82,10 @@ class Graph(NodeCache):
             return self.parts(eqn, inputs[0])
         if name == "reduce_sum" and math.prod(inputs[0].shape) == math.prod(out.shape):
             return [selected_value(self, inputs[0], reshaped(inputs[0].shape, out.shape))]
-        factored = self.factored(eqn, inputs) if name in FACTORABLE else None
-        if factored is not None:
-            return [factored]
+        if name in FACTORABLE or adds_to_zeros(eqn, inputs):
+            factored = self.factored(eqn, inputs)
+            if factored is not None:
+                return [factored]
         linear = all(v.is_constant or v.is_affine for v in inputs)
         if name in (LINEAR_PRIMITIVES | SELECTING_PRIMITIVES) and linear:
             return self.whole(eqn, inputs, AFFINE)
@@ -93,6 +95,8 @@ class Graph(NodeCache):
             return self.whole(eqn, inputs, AFFINE)
         if elementwise:
             return [self.pointwise(eqn, inputs)]
+        if name in ADDING and (program := sums_at_places(eqn, inputs)) is not None:
+            return self.interpret(program.jaxpr, program.consts, [inputs[0], inputs[2]])
         put_in_place = placed(self, eqn, inputs)
         return self.whole(eqn, inputs, OPAQUE) if put_in_place is None else [put_in_place]
 
@@ -105,10 +109,10 @@ class Graph(NodeCache):
         key = (eqn.primitive.name, kind, tuple(p.serial for p in parents), in_shapes, freeze(eqn.params))
 
         bind = binder(eqn)
-        if not eqn.primitive.multiple_results:
-            out = outs[0]
-            name, params = eqn.primitive.name, eqn.params
-            node = partial(Node, kind, out.shape, out.dtype, parents, bind, in_shapes, name, params=params)
+        if len(outs) == 1:
+            (out,), name, params = outs, eqn.primitive.name, eqn.params
+            apply = (lambda *a: bind(*a)[0]) if eqn.primitive.multiple_results else bind
+            node = partial(Node, kind, out.shape, out.dtype, parents, apply, in_shapes, name, params=params)
             made = self.node(key, node)
             return [value_of(made, out.shape, out.dtype)]
         bundle = self.node(
@@ -174,32 +178,37 @@ class Graph(NodeCache):
     def factored(self, eqn, inputs: list[Value]) -> Value | None:
         """A linear function of products of numbers and arrays, with the numbers taken out; None if it is none."""
         varying = [i for i, value in enumerate(inputs) if not value.is_constant]
-        target = inputs[varying[0]]
-        axes = tuple(eqn.params.get("axes", (eqn.params["axis"],) if "axis" in eqn.params else ()))
-        products = products_of(self, target.rest, axes) if len(varying) == 1 and target.rest is not None else None
-        if not products or not any(product.numbers for product in products):
+        if len(varying) > 1 or inputs[varying[0]].rest is None:
             return None
-        reduced = first_along(target.shape, eqn.params["axes"]) if "axes" in eqn.params else None
+        (which,), out = varying, eqn.outvars[0].aval
+        target = inputs[which]
+        run = run_of(eqn, which, len(target.shape))
+        products = products_of(self, target.rest_node, run.axes)
+        if not products or not any(product.numbers or contraction(product.array, run.axes) for product in products):
+            return None
 
         def image(array: Node) -> Node:
-            values = [value_of(array, v.shape, v.dtype) if i in varying else v for i, v in enumerate(inputs)]
+            if (made := contraction(array, run.axes)) is not None:
+                program, values = associated(self, eqn, inputs, which, made, run)
+                return materialize(self, self.interpret(program.jaxpr, program.consts, values)[0])
+            values = [value_of(array, v.shape, v.dtype) if i == which else v for i, v in enumerate(inputs)]
             (value,) = self.whole(eqn, values, array.kind)
             return value.affine or value.rest_node
 
         def of_result(number: Node) -> Node:
-            return number if number.shape == () or reduced is None else selected(self, number, reduced)
+            return number if number.shape == () else selected(self, number, carried(target.shape, run, out.shape))
 
-        out = eqn.outvars[0].aval
         numbered = [
             product._replace(numbers=tuple((name, of_result(number)) for name, number in product.numbers))
             for product in products
             if product.numbers
         ]
-        rest = image_of(self, numbered, image, partial(unwrap, self))
+        rest = image_of(self, numbered, image, partial(unwrap, self)) if numbered else None
         total = Value(out.shape, out.dtype, None if target.affine is None else image(target.affine), rest)
         for product in products:
             if not product.numbers:
-                total = self.add(out, value_of(image(product.array), out.shape, out.dtype), total, sign=1)
+                addend = value_of(image(product.array), out.shape, out.dtype)
+                total = addend if total.affine is total.rest is None else self.add(out, addend, total, sign=1)
         return total
 
     def _elementwise(self, eqn, parents, kind, out) -> Node:

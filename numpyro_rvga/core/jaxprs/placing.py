@@ -1,7 +1,8 @@
-"""Arrays that are written into others at known places, and padded: each entry of the result is one of an operand.
+"""Arrays that are written into others at known places, added to them, and padded.
 
 ``jnp.zeros(K).at[1:].set(tau * z)`` is a selection from the zeros and ``tau * z``, laid one after the other. Which, is
-what the operation does to arrays that hold their own places.
+what the operation does to arrays that hold their own places. Where arrays are added (``jax.ops.segment_sum``), an entry
+of the result is the sum of a few.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax import Array
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .nodes import OPAQUE, Node, NodeCache, Value
 from .primitives import binder, form_of
@@ -21,6 +23,8 @@ from .selection import Selection, constant_index, constant_value, reshaped
 
 FIRST_INDEX = {"scatter": 1, "dynamic_update_slice": 2}  # among the inputs
 NUM_INDICES = {"scatter": 1}  # of others: all that are left
+ADDING = ("scatter-add", "scatter_add")
+MOST_PADDING = 4  # times as many places of addends as there are addends and sums
 
 
 def placed(graph: NodeCache, eqn: JaxprEqn, inputs: Sequence[Value]) -> Value | None:
@@ -48,6 +52,41 @@ def placed(graph: NodeCache, eqn: JaxprEqn, inputs: Sequence[Value]) -> Value | 
     out = form_of(eqn.outvars[0])
     laid_out = _laid_out(graph, parents, [(size,) for size in sizes], 0)
     return selected_value(graph, laid_out, Selection(out.shape, (constant_index(place_of),)))
+
+
+def adds_to_zeros(eqn: JaxprEqn, inputs: Sequence[Value]) -> bool:
+    """Whether an operation is linear in what it adds."""
+    if eqn.primitive.name not in ADDING or not (inputs[0].is_constant and inputs[1].is_constant):
+        return False
+    before = constant_value(inputs[0].rest_node)
+    return before is not None and not before.any()
+
+
+def sums_at_places(eqn: JaxprEqn, inputs: Sequence[Value]) -> ClosedJaxpr | None:
+    """A program of the array that is added to, and of the array that is added: with a line of addends for each entry.
+
+    :return: None if the places are not known, or some take many more addends than others.
+    """
+    places = constant_value(inputs[1].rest_node) if inputs[1].is_constant else None
+    if places is None:
+        return None
+    before, added = (jnp.zeros(inputs[i].shape) for i in (0, 2))
+    numbers = np.arange(1.0, before.size + 1)  # zero is for what is dropped
+    with jax.ensure_compile_time_eval():
+        (pulled_back,) = jax.vjp(lambda x: binder(eqn)(before, places, x), added)[1](jnp.reshape(numbers, before.shape))
+    target = np.asarray(pulled_back).astype(int).ravel() - 1
+    order = np.argsort(target, kind="stable")[np.sum(target < 0) :]
+    counts = np.bincount(target[order], minlength=before.size)
+    if before.size * counts.max(initial=0) > MOST_PADDING * (before.size + added.size):
+        return None
+    table = np.full((before.size, counts.max(initial=1)), added.size)  # a zero is there
+    table[target[order], np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)] = order
+
+    def program(before: Array, added: Array) -> Array:
+        addends = jnp.append(added.ravel(), jnp.zeros((), added.dtype)).at[table].get(mode="promise_in_bounds")
+        return before + jnp.sum(addends, axis=1).reshape(before.shape)
+
+    return jax.make_jaxpr(program)(*[jax.ShapeDtypeStruct(inputs[i].shape, inputs[i].dtype) for i in (0, 2)])
 
 
 def _padded(graph: NodeCache, eqn: JaxprEqn, value: Value, padding: Value) -> Value | None:

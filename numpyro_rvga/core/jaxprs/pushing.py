@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .contractions import sides_of
 from .entries import first_of, num_distinct, without_repetition
 from .factoring import FACTORABLE, image_of, products_of
 from .like_pieces import LikePieces, chosen_from_pieces, inside_piece, only_piece, piece_number
@@ -47,6 +48,7 @@ CUMULATIVE = {
     "cummax": lax.cummax,
     "cummin": lax.cummin,
     "cumlogsumexp": lax.cumlogsumexp,
+    "sort": lambda array, axis, reverse: jnp.sort(array, axis),
 }
 
 
@@ -176,18 +178,8 @@ def _product(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     """The product of matrices, or of arrays of these."""
     if node.kind == AFFINE:
         return None
-    contracted, batch = node.params["dimension_numbers"]
-    lengths = [node.in_shapes[0][axis] for axis in contracted[0]]
-    count, used, sides = len(lengths), len(batch[0]), []
-    for parent, shape, summed, shared in zip(node.parents, node.in_shapes, contracted, batch):
-        positions: dict[int, Index] = dict(zip(summed, trailing(selection, lengths)))
-        positions |= {axis: with_trailing(selection.indices[i], count) for i, axis in enumerate(shared)}
-        for axis in (axis for axis in range(len(shape)) if axis not in positions):
-            positions[axis] = with_trailing(selection.indices[used], count)
-            used += 1
-        side = of_indices([positions[axis] for axis in range(len(shape))], len(selection.shape) + count)
-        sides.append((selected(graph, parent, side), side.shape))
-    axes = tuple(range(len(selection.shape), len(selection.shape) + count))
+    sides = [(selected(graph, parent, side), side.shape) for parent, side in sides_of(node, selection)]
+    axes = tuple(range(len(selection.shape), len(sides[0][1])))
 
     def apply(a: Array, b: Array) -> Array:
         return jnp.broadcast_to(jnp.sum(a * b, axis=axes), selection.shape).astype(node.dtype)
@@ -219,12 +211,12 @@ def _with_core(selection: Selection, shape: Sequence[int], core: Sequence[int]) 
 
 def _cumulative(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     """Cumulative sums and the like along an axis: of the lines that the selected entries are in."""
-    (shape,), axis = node.in_shapes, node.params["axis"]
-    if node.kind == AFFINE or len(shape) == 1:
+    if node.kind == AFFINE or len(node.in_shapes) > 1 or len(node.in_shapes[0]) == 1:
         return None
+    (shape,), axis = node.in_shapes, node.params["dimension" if node.name == "sort" else "axis"]
     others = Selection(selection.shape, tuple(i for a, i in enumerate(selection.indices) if a != axis))
     side = of_indices(_with_core(others, shape, [axis]), len(selection.shape) + 1)
-    index, operation, reverse = selection.indices[axis], CUMULATIVE[node.name], node.params["reverse"]
+    index, operation, reverse = selection.indices[axis], CUMULATIVE[node.name], node.params.get("reverse", False)
 
     def apply(array: Array, *nodes: Array) -> Array:
         done = operation(array, axis=array.ndim - 1, reverse=reverse)
