@@ -289,6 +289,7 @@ EXAMPLES = {
     "sum over a segment of a common scale": Example(
         lambda t, g: jnp.sin(jax.ops.segment_sum(jnp.cosh(t[0]) * t[1:], jnp.array([0, 2, 2, 1, 1]), 3)[g]), 2, (G,)
     ),
+    "sum at one place": Example(lambda t, g: jnp.sin(jnp.cosh(t[:3]).at[1].add(jnp.cosh(t[4]))[g]), 2, (B,)),
     "sums over segments that lack some": Example(
         lambda t: jnp.sin(jnp.ones(4).at[jnp.array([1, 1, 9])].add(jnp.cosh(t[:3]), mode="drop")[1]), 2
     ),

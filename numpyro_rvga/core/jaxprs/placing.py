@@ -70,10 +70,10 @@ def sums_at_places(eqn: JaxprEqn, inputs: Sequence[Value]) -> ClosedJaxpr | None
     places = constant_value(inputs[1].rest_node) if inputs[1].is_constant else None
     if places is None:
         return None
-    before, added = (jnp.zeros(inputs[i].shape) for i in (0, 2))
+    before, at, added = jnp.zeros(inputs[0].shape), np.reshape(places, inputs[1].shape), jnp.zeros(inputs[2].shape)
     numbers = np.arange(1.0, before.size + 1)  # zero is for what is dropped
     with jax.ensure_compile_time_eval():
-        (pulled_back,) = jax.vjp(lambda x: binder(eqn)(before, places, x), added)[1](jnp.reshape(numbers, before.shape))
+        (pulled_back,) = jax.vjp(lambda x: binder(eqn)(before, at, x), added)[1](jnp.reshape(numbers, before.shape))
     target = np.asarray(pulled_back).astype(int).ravel() - 1
     order = np.argsort(target, kind="stable")[np.sum(target < 0) :]
     counts = np.bincount(target[order], minlength=before.size)
