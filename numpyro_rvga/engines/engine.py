@@ -32,7 +32,7 @@ from ..core.updates.objective import FactorSet, in_stages
 from ..core.updates.recursion import explicit_step, implicit_step, scan_blocks
 from ..core.updates.row_factors import row_factors_and_residuals
 from ..core.updates.search import Search, Settings
-from ..core.updates.state import Absorbed, RowFactors, State, StepInfo
+from ..core.updates.state import Absorbed, QuadraticFactors, State, StepInfo
 from ..model.data.arguments import PARAMS
 from ..model.program import Program
 from ..model.terms.sparsity import selecting_pattern
@@ -353,7 +353,7 @@ class Engine:
     # ------------------------------------------------------------------ compiled
     def _residuals(
         self, state: State, rows: dict, weights: Array, absorbed: tuple[Absorbed, ...]
-    ) -> tuple[Array, tuple[RowFactors, ...]]:
+    ) -> tuple[Array, tuple[QuadraticFactors, ...]]:
         """The residuals (n,) of the rows' Gaussian approximations in the state, in standard deviations of q, and the
         approximations; see :func:`row_factors_and_residuals`.
 

@@ -28,7 +28,7 @@ from ..engines.integration.nested import NUM_TRIALS, Integral, Marginal, Mode, P
 from ..engines.maximized_bound import MaximizedBound, SparseMaximizedBound
 from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
-from ..engines.sparse import sparse_engine
+from ..engines.sparse import SparseEngine, sparse_engine
 from ..model import Program
 from ..model.bad_rows import NotFinite
 from ..model.data.rows import Data, Rows
@@ -52,6 +52,10 @@ NUM_OTHER_STARTS = 6  # of q given the best hyperparameters, where it may have o
 FEW_TRIALS = 2  # of the prior for each parameter, where each point takes long
 LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
 MOST_PARAMETERS = 500
+TOO_LONG = (
+    "the model has {} parameters, of which each component of a mixture would have a full covariance: that is possible "
+    f"for at most {MOST_PARAMETERS}, unless each row depends on a few given what is integrated out"
+)
 UNSETTLED = 0.1  # standard deviations
 MOST_KHAT = 0.7
 CONVERGED = 0.999  # of the mass, at points where the bound is maximized
@@ -81,17 +85,8 @@ class Integration:
         :param rows: all that there are.
         :raises ValueError: for names that are no latent sites, or all of them.
         """
-        too_long = (
-            f"the model has {program.layout.size} parameters, of which each component of a mixture would have a full "
-            f"covariance: that is possible for at most {MOST_PARAMETERS}, unless each row depends on a few, as rows of "
-            f"crossed effects do, and at most {MOST_WITH_DENSITY} are integrated out"
-        )
         is_long = program.layout.size > MOST_PARAMETERS
-        if is_long and program.find_sparsity(program.inputs(rows)) is None:
-            if sites != "auto":
-                raise ValueError(f"{too_long}. Leave integrate at False.")
-            return Choice((), too_long)
-        most = MOST_WITH_DENSITY if is_long else MOST_INTEGRATED
+        most = MOST_BY_IMPORTANCE if is_long else MOST_INTEGRATED
         if program.params.layout.size:
             return Choice((), "the model has numpyro.param sites, which are learned instead")
         if sites == "auto":
@@ -108,6 +103,8 @@ class Integration:
             if size > most:
                 names = ", ".join(choice.sites)
                 return Choice((), f"{names}: {size} entries, and at most {most} can be integrated out")
+            if is_long and choice.sites and self._sparse_given(program, choice.sites, rows) is None:
+                return Choice((), TOO_LONG.format(program.layout.size))
             return choice
         unknown = [name for name in sites if name not in program.layout.site_names]
         if unknown or not sites:
@@ -119,6 +116,8 @@ class Integration:
             most = MOST_WITH_DENSITY  # no Gaussian is left, so that no mixture of a few is the posterior
             if program.row_latents is not None:
                 raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
+        if is_long and self._sparse_given(program, tuple(sites), rows) is None:
+            raise ValueError(f"{TOO_LONG.format(program.layout.size)}. Leave integrate at False.")
         size = sum(program.layout.sizes[name] for name in sites)
         if size > most:
             raise ValueError(
@@ -246,6 +245,10 @@ class Integration:
             )
         return self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
 
+    def _sparse_given(self, program: Program, sites: tuple[str, ...], rows: Rows) -> SparseEngine | None:
+        """The engine given these sites; None where terms depend on many of the other parameters."""
+        return sparse_engine(self._conditional(program, sites, rows, default_key()), rows, given_params=True)
+
     def _bound_of(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> tuple[Bound, Any]:
         """The maximized bound as a function of the sites, and the rows in the form that it takes."""
         if len(sites) == len(program.layout.site_names):
@@ -260,12 +263,8 @@ class Integration:
                 f"outside the rows, and not {left}: integrate other sites."
             )
         if program.layout.size > MOST_PARAMETERS:
-            sparse = sparse_engine(engine, rows, given_params=True)
-            if sparse is None:
-                raise NotImplementedError(
-                    f"given {', '.join(sites)}, terms depend on many of the {engine.program.layout.size} other "
-                    "parameters: integrate other sites, or leave integrate at False."
-                )
+            sparse = self._sparse_given(program, sites, rows)
+            assert sparse is not None
             chunks = chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
             return SparseMaximizedBound.of(sparse, sparse.problem(rows), chunks), chunks
         chunks = distinct_chunks_of(engine, rows)

@@ -12,6 +12,7 @@ from jax import Array
 
 from ..core.compilation import jit
 from ..core.gaussians.mixture import GaussianMixture
+from ..core.gaussians.packed_roots import PackedRoots, root_of
 from ..model import Program
 from ..model.data.rows import Arrays, Data
 from ..model.handlers.tracing import run_model
@@ -94,21 +95,22 @@ def draws_with_density(posterior: Fitted, rng_key: Array, count: int) -> tuple[A
         return theta, np.asarray(posterior.log_prob_unconstrained(theta), np.float64)
     integration, size = posterior.info["integration"], gaussian.means.shape[1]
     indices = posterior.program.layout.indices_of(posterior.info["integrated"])
-    others = np.setdiff1d(np.arange(size), indices)
+    is_packed = isinstance(gaussian.roots, PackedRoots)  # there, the first entries of the noise are those of h
+    of_h = np.isin(np.arange(size), np.arange(len(indices)) if is_packed else indices)
     point_key, noise_key = jax.random.split(rng_key)
     chosen = np.asarray(jax.random.choice(point_key, len(gaussian.means), (count,), p=gaussian.weights))
-    noise = jax.random.normal(noise_key, (count, len(others)), gaussian.means.dtype)
+    noise = jnp.where(of_h, 0.0, jax.random.normal(noise_key, (count, size), gaussian.means.dtype))
 
     @jit
     def at_points(gaussian, chosen, noise):
         def one(draw):
             k, z = draw
-            root = gaussian.roots[k][np.ix_(others, others)]
-            return gaussian.means[k][others] + root @ z, -0.5 * z @ z - jnp.sum(jnp.log(root.diagonal()))
+            root = root_of(gaussian.roots, k)  # h has the same part of all determinants
+            return gaussian.means[k] + root.times(z), -0.5 * z @ z - root.log_determinant()
 
         return jax.lax.map(one, (chosen, noise), batch_size=64)
 
-    x, log_density = at_points(gaussian, chosen, noise)
-    theta = np.empty((count, size), x.dtype)
-    theta[:, others], theta[:, indices] = x, np.asarray(integration["points"])[chosen]
+    at, log_density = at_points(gaussian, chosen, noise)
+    theta = np.array(at)
+    theta[:, indices] = np.asarray(integration["points"])[chosen]
     return jnp.asarray(theta), np.asarray(integration["bounds"])[chosen] + np.asarray(log_density, np.float64)

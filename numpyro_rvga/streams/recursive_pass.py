@@ -19,7 +19,7 @@ from jax import Array
 
 from ..core.gaussians import FullGaussian
 from ..core.updates.factors import ErrorEstimates
-from ..core.updates.state import Absorbed, RowFactors, State, StepInfo
+from ..core.updates.state import Absorbed, QuadraticFactors, State, StepInfo
 from ..engines.engine import Engine
 from ..engines.linearized import AbsorbedRows, num_absorbed
 from ..engines.sparse import SparseEngine
@@ -200,7 +200,7 @@ class RecursivePass(Pass[State, StepInfo]):
 
     def _residuals(
         self, state: State, rows: Rows, absorbed: tuple[Absorbed, ...]
-    ) -> tuple[np.ndarray, tuple[RowFactors, ...]]:
+    ) -> tuple[np.ndarray, tuple[QuadraticFactors, ...]]:
         """The residuals (n,) of the rows' Gaussian approximations in the state, and these; see :class:`Engine`."""
         size, count = self._engine.devices.padded(self._sizes.joint), num_rows(rows)
         results = []
@@ -209,7 +209,7 @@ class RecursivePass(Pass[State, StepInfo]):
             results.append(self._engine.residuals(state, *self._placed(*part, size)))
         return jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *jax.device_get(results))
 
-    def _solved(self, state: State, rows: Rows, row_factors: tuple[RowFactors, ...]) -> tuple[State, StepInfo]:
+    def _solved(self, state: State, rows: Rows, row_factors: tuple[QuadraticFactors, ...]) -> tuple[State, StepInfo]:
         """The state with these rows in place of ``row_factors``, by which they are part of it."""
         rows, weights, row_factors = self._placed(rows, row_factors, self._engine.devices.padded(self._sizes.joint))
         absorbed_rows = AbsorbedRows.of_state(row_factors)

@@ -22,6 +22,8 @@ NOISE = 0.6
 def short_theta_counts(monkeypatch):
     monkeypatch.setattr(sparsity, "FEWEST_PARAMETERS", 10)
     monkeypatch.setattr(sparsity, "FEWEST_IN_CHAIN", 10)
+    monkeypatch.setattr(sparsity, "FEWEST_IN_GROUPS", 10)
+    monkeypatch.setattr(sparse, "SHORT", 0)
     monkeypatch.setattr(borders, "DENSE_SPEEDUP", 0)
 
 
@@ -151,14 +153,38 @@ def test_a_solve_may_begin_at_a_posterior_and_be_of_single_precision(rows, fitte
 
 def test_what_a_sparsity_says(rows):
     found = sparsity_of(linked("normal", slopes=True), rows["normal"])
-    assert found.order.num_diagonal == NUM_A
+    assert found.order.num_diagonal == 3 * NUM_A and found.block is not None  # u and the slopes, group by group
     assert len(found.patterns[False, "y"].columns) == 6  # u, v, two slopes, m and sigma
-    assert (
-        found.patterns[False, "y"].num_leading
-        and found.patterns[True, "u"].num_leading
-        and not found.patterns[True, "v"].num_leading
-    )
+    assert [found.patterns[key].num_leading for key in ((False, "y"), (True, "u"), (True, "v"))] == [3, 1, 0]
     assert sorted(found.order.indices) == list(range(found.order.indices.size))
+
+
+def test_effects_of_different_groups_are_not_eliminated_together(rows):
+    def model(a, b, x, y=None):
+        u = numpyro.sample("u", dist.Normal(0.0, 1.0).expand([NUM_A]).to_event(1))
+        v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([NUM_A]).to_event(1))
+        with numpyro.plate("rows", len(a)):
+            numpyro.sample("y", dist.Normal(u[a] + v[b], NOISE), obs=y)
+
+    found = sparsity_of(model, rows["normal"])
+    assert found.order.num_diagonal == NUM_A and found.block is None
+
+
+def test_cancellation_in_single_precision_is_not_taken_for_an_entry_more():
+    """A predictor whose slope is the small difference of large numbers."""
+
+    def model(a, x, y=None):
+        u = numpyro.sample("u", dist.Normal(0.0, 1.0).expand([NUM_A, 2]).to_event(2))
+        both = u[a] @ jnp.array([[1.0, 1.0], [0.3, -0.7]])
+        with numpyro.plate("rows", len(a)):
+            numpyro.sample("y", dist.Categorical(logits=jnp.einsum("nkj,nj->nk", x, both)), obs=y)
+
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(False):
+        x = rng.normal(size=(NUM_ROWS, 3, 2)).astype(np.float32)
+        x[:, 0, 1] = -x[:, 0, 0] * (1 + 1e-5 * rng.normal(size=NUM_ROWS))
+        a = rng.integers(0, NUM_A, NUM_ROWS)
+        assert sparsity_of(model, {"a": a, "x": x, "y": rng.integers(0, 3, NUM_ROWS)}) is not None
 
 
 def two_of_one_site(a, b, x, y=None):

@@ -178,3 +178,27 @@ def test_a_factor_of_all_effects_is_integrated_out_though_it_starts_at_zero():
     assert abs(float(found.mean[0]) - mean) < 0.03 * deviation
     assert abs(float(found.gaussian.deviation()[0]) / deviation - 1) < 0.03
     assert found.elbo == pytest.approx(logsumexp(log_joint) + np.log(axis[1] - axis[0]), abs=0.02)
+
+
+def several_effects(group, x, y=None):
+    scales = numpyro.sample("scales", dist.HalfNormal(1).expand([7]).to_event(1))
+    u = numpyro.sample("u", dist.Normal(0, scales).expand([NUM_A, 7]).to_event(2))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Normal(jnp.sum(u[group] * x, -1), NOISE), obs=y)
+
+
+def test_seven_scales_of_groups_are_integrated_out_as_by_whole_matrices(monkeypatch):
+    rng = np.random.default_rng(2)
+    group, x = rng.integers(0, NUM_A, 200), rng.normal(size=(200, 7))
+    effects = rng.normal(size=(NUM_A, 7)) * np.linspace(0.2, 1.2, 7)
+    data = {"group": group, "x": x, "y": np.sum(effects[group] * x, axis=1) + NOISE * rng.normal(size=200)}
+    whole = FixedPointVI(several_effects, integrate="auto").run(data, progress_bar=False)
+    for name in ("FEWEST_PARAMETERS", "FEWEST_IN_GROUPS"):
+        monkeypatch.setattr(sparsity, name, 5)
+    monkeypatch.setattr(integration, "MOST_PARAMETERS", 10)
+    found = FixedPointVI(several_effects, integrate="auto").run(data, progress_bar=False)
+    assert found.info["integrated"] == ["scales"] and isinstance(found.gaussian.roots, PackedRoots)
+    np.testing.assert_allclose(found.elbo, whole.elbo, atol=0.1)
+    np.testing.assert_allclose((found.mean - whole.mean) / whole.gaussian.deviation(), 0, atol=0.1)
+    np.testing.assert_allclose(found.gaussian.deviation() / whole.gaussian.deviation(), 1, atol=0.1)
+    assert found.khat(data).khat < 0.7

@@ -119,9 +119,6 @@ class QuadraticFactors(NamedTuple):
         return QuadraticFactors(*[one + p * another for one, another, p in zip(self, other, powers)])
 
 
-RowFactors = QuadraticFactors  # of rows, in their predictors
-
-
 class Absorbed(NamedTuple):
     """Moments under q of the predictors of n factors of one kind, when they became part of q: what
     :func:`row_factors_of` takes.

@@ -16,6 +16,7 @@ from ...core.expectations.by_nodes import power_of_two
 from ..data.rows import Arrays, num_rows
 from .terms import Terms, linearize_along, split_rows
 
+MOST_ROUNDINGS = 64.0  # units in the last place of a factor's largest derivative in a column
 CHUNK = 2**16  # rows that are probed together
 
 
@@ -165,8 +166,9 @@ class Probes(NamedTuple):
         count, longest = self.random.shape
         values, actual = changes[..., :count], changes[..., 2 * count : 3 * count]
         at = jnp.arange(count), jnp.clip(place, 0, longest - 1)
-        error = jnp.abs(values * self.random[at][:, None] - actual)
-        return error, 1e3 * jnp.finfo(changes.dtype).eps * jnp.abs(actual)
+        error, size = jnp.abs(values * self.random[at][:, None] - actual), jnp.abs(actual)
+        largest = jnp.max(size, axis=1, keepdims=True)  # of sums that cancel, rounding is a share of the addends
+        return error, jnp.finfo(changes.dtype).eps * jnp.maximum(1e3 * size, MOST_ROUNDINGS * largest)
 
     def reads(self, changes: Array, cut: Cut) -> Reads:
         """The reads of terms. ``changes``: their predictors' derivatives along the directions, (n, C, 4 S)."""

@@ -3,6 +3,9 @@
 theta is cut into columns: the sites, or their columns. Rows with crossed or nested effects depend on one entry of each
 column. Two directions along the column give its derivative and its position.
 
+Groups with several effects each, such as an intercept and slopes, have as many columns of one length. If each term
+depends on one group, its effects are eliminated together: they are a chain whose times are not linked.
+
 Of a chain, as of latent states that follow one another in time, terms depend on several entries that lie close. If no
 two are more than ``lag`` apart, every (lag + 1)-th entry is a column of which terms depend on one.
 """
@@ -26,6 +29,7 @@ from .reads import Cut, Reader, Reads, derivatives_and_positions, directions_alo
 from .terms import Terms, linearize_along, merged, predictors_of, split_rows
 
 FEWEST_PARAMETERS = 200  # below, whole matrices are small
+FEWEST_IN_GROUPS = 600  # parameters that are eliminated by groups
 FEWEST_IN_CHAIN = 400  # parameters: chains take longer to compile than whole matrices
 MOST_LAG = 3  # of a chain
 MOST_CROSSING = 0.1  # share of a chain's terms that depend on entries of both of its halves
@@ -157,6 +161,11 @@ def find_sparsity(
             return None
         cut = _with_chain(columns, length, lag)
         reads = reads_of(cut)
+    if not lag and (length := _group_length(columns, reads)) is not None:
+        together = _with_chain(columns, length, 0)
+        of_groups = reads_of(together)
+        if not max(int(each.span) for each in of_groups):
+            cut, reads = together, of_groups
     return _sparsity(row_terms, prior_terms, cut, reads)
 
 
@@ -214,6 +223,16 @@ def _chain_length(all_reads: list[Reads], cut: Cut) -> int | None:
     is_short = sum(len(column) for column in cut.columns if len(column) in lengths) < FEWEST_IN_CHAIN
     crossing = max(float(np.max(reads.share_crossing, where=too_many, initial=0)) for reads in all_reads)
     return lengths.pop() if len(lengths) == 1 and not is_short and crossing <= MOST_CROSSING else None
+
+
+def _group_length(columns: tuple[np.ndarray, ...], all_reads: list[Reads]) -> int | None:
+    """The length of several columns, of each of which no term depends on two entries, if they hold most of theta: terms
+    may depend on the same place in all of them, as those of one group do, and a group is eliminated as a whole."""
+    lengths = [len(column) for column, is_one in zip(columns, _reads_one(all_reads)) if is_one]
+    length = max(lengths, key=lambda n: n * lengths.count(n), default=0)
+    count = lengths.count(length)
+    holds_most = count * length >= max(FEWEST_IN_GROUPS, sum(map(len, columns)) / 2)
+    return length if count > 1 and holds_most else None
 
 
 def _with_chain(columns: tuple[np.ndarray, ...], length: int, lag: int) -> Cut:
