@@ -170,8 +170,9 @@ def test_effects_of_different_groups_are_not_eliminated_together(rows):
     assert found.order.num_diagonal == NUM_A and found.block is None
 
 
-def test_cancellation_in_single_precision_is_not_taken_for_an_entry_more():
+def test_cancellation_in_single_precision_is_not_taken_for_an_entry_more(monkeypatch):
     """A predictor whose slope is the small difference of large numbers."""
+    monkeypatch.setattr(sparsity, "MOST_SPLIT", 10)
 
     def model(a, x, y=None):
         u = numpyro.sample("u", dist.Normal(0.0, 1.0).expand([NUM_A, 2]).to_event(2))
