@@ -78,8 +78,10 @@ class Effort(NamedTuple):
 
     @property
     def can_be_thorough(self) -> bool:
-        """Whether there are expectations that a thorough engine finds better."""
-        return not self.is_thorough and (self.prior_is_mended or any(self.rows_mended))
+        """Whether there are expectations that a thorough engine finds better. Those of tangents to a model are off by
+        what it leaves as it is."""
+        are_exact = all(terms.is_affine for terms in self.row_terms)
+        return are_exact and not self.is_thorough and (self.prior_is_mended or any(self.rows_mended))
 
     @property
     def rows_mended(self) -> tuple[bool, ...]:
