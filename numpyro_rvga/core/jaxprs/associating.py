@@ -77,12 +77,8 @@ def associated(
     :param which: the number of the operand that is the contraction.
     :return: a jaxpr, and the values that it takes.
     """
-    count, out, (number, number_side), (array, array_side) = (
-        made.count,
-        form_of(eqn.outvars[0]),
-        made.number,
-        made.array,
-    )
+    count, out = made.count, form_of(eqn.outvars[0])
+    (number, number_side), (array, array_side) = made.number, made.array
     num_axes, summed = len(inputs[which].shape), number_side.shape[len(inputs[which].shape) :]
     small = [1] * len(out.shape)
     for axis, n in enumerate(number_side.shape[:num_axes]):

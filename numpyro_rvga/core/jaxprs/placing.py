@@ -24,6 +24,7 @@ from .selection import Selection, constant_index, constant_value, reshaped
 FIRST_INDEX = {"scatter": 1, "dynamic_update_slice": 2}  # among the inputs
 NUM_INDICES = {"scatter": 1}  # of others: all that are left
 ADDING = ("scatter-add", "scatter_add")
+MOST_PLACES = 2**24  # whose numbers single precision holds
 MOST_PADDING = 4  # times as many places of addends as there are addends and sums
 
 
@@ -68,7 +69,7 @@ def sums_at_places(eqn: JaxprEqn, inputs: Sequence[Value]) -> ClosedJaxpr | None
     :return: None if the places are not known, or some take many more addends than others.
     """
     places = constant_value(inputs[1].rest_node) if inputs[1].is_constant else None
-    if places is None:
+    if places is None or math.prod(inputs[0].shape) >= MOST_PLACES:
         return None
     before, at, added = jnp.zeros(inputs[0].shape), np.reshape(places, inputs[1].shape), jnp.zeros(inputs[2].shape)
     numbers = np.arange(1.0, before.size + 1)  # zero is for what is dropped
