@@ -7,6 +7,7 @@ is judged is its place among draws of q, and no tail of q is too long for that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,17 +41,47 @@ def derived_sites(program: Program) -> Callable[[Array], dict[str, Array]]:
     return jit(jax.vmap(of_one)) if chosen else lambda theta: {}
 
 
+def constrained_sites(program: Program) -> Callable[[Array], dict[str, Array]]:
+    """theta (n, P) -> latent sites that have a constraint, as the model has them, compiled. Large ones are left out."""
+    sizes = program.layout.sizes
+    names = [name for name in program.layout.site_names if not program.sites[name].is_real]
+    chosen = [name for i, name in enumerate(names) if sum(sizes[n] for n in names[: i + 1]) <= MOST_NUMBERS]
+
+    def of_one(theta: Array) -> dict[str, Array]:
+        values = program.constrain(theta)
+        return {name: values[name] for name in chosen}
+
+    return jit(jax.vmap(of_one)) if chosen else lambda theta: {}
+
+
+def standardized(sites: dict[Any, Array], weights_of_q: np.ndarray) -> tuple[np.ndarray, dict[Any, np.ndarray]]:
+    """As :func:`normal_scores`, in standard deviations of q from its mean, with the tails that the sites have."""
+    return _scored(sites, weights_of_q, _in_deviations)
+
+
+def _in_deviations(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    off = values - weights @ values
+    deviation = np.sqrt(weights @ off**2)
+    return np.where(deviation > 0, off / np.where(deviation > 0, deviation, 1.0), 0.0)
+
+
 def normal_scores(sites: dict[str, Array], weights_of_q: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Scores (n, D) of sites at draws, and each site's columns. Sites that are not finite somewhere are left out.
 
     :param sites: by name, (n, ...). :param weights_of_q: with which these are draws of q, (n,), of sum one.
     """
+    return _scored(sites, weights_of_q, _normal_scores)
+
+
+def _scored(
+    sites: dict[Any, Array], weights_of_q: np.ndarray, scores_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, dict[Any, np.ndarray]]:
     columns, indices, count = [np.zeros((len(weights_of_q), 0))], {}, 0
     for name, values in jax.device_get(sites).items():
         numbers = np.reshape(values, (len(weights_of_q), -1)).astype(np.float64)
         if not numbers.size or not np.isfinite(numbers).all():
             continue
-        columns.append(_normal_scores(numbers, weights_of_q))
+        columns.append(scores_of(numbers, weights_of_q))
         indices[name] = np.arange(count, count + numbers.shape[1])
         count += numbers.shape[1]
     return np.concatenate(columns, axis=1), indices

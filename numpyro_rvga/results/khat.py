@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from ..engines.rounding_errors import NOTICEABLE as NOTICEABLE_ERROR
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
 from ..options import key_numbers
-from .derived import normal_scores
+from .derived import normal_scores, standardized
 from .fitted import Fitted
 from .integral_errors import integral_error
 from .log_joint import (
@@ -51,6 +52,7 @@ DEGREES = 5.0  # of freedom
 MOST_BATCHES = 4  # of draws, where the first leave it open whether a move is large
 SHARE = 1 / 3  # of the draws are from wider Gaussians
 SMALL, LARGE = 0.1, 0.5  # standard deviations: moves that do not matter, and those that make q a bad one
+SMALL_ITSELF = 0.2  # of a constrained value: a long tail moves its moments where those of its logarithm stay
 SURE = 2.0  # standard errors
 UNSURE = 0.1  # standard error of a move above which no verdict is given
 LISTED = 3  # sites that a verdict names
@@ -94,6 +96,7 @@ class Evidence(NamedTuple):
     :ivar relative_size: effective number of draws from q over the number of draws.
     :ivar moves: by site, with ``errors``.
     :ivar may_integrate: whether integrating hyperparameters out has not been tried yet.
+    :ivar sure_of_values: lower bounds of the moves of constrained sites themselves.
     """
 
     khat: float
@@ -101,6 +104,7 @@ class Evidence(NamedTuple):
     moves: dict[str, float]
     errors: dict[str, float]
     may_integrate: bool = False
+    sure_of_values: Mapping[str, float] = MappingProxyType({})
 
 
 def khat(
@@ -115,7 +119,8 @@ def khat(
     The Pareto k is the shape of the tail of the importance ratios p/q at draws from q (Vehtari et al. 2024; Yao et
     al. 2018). A third as many draws are wider, along one parameter each. Reweighted by the posterior, all draws
     estimate by how much q's means and standard deviations are off: the verdict names the sites that move most. It is
-    ``"good"`` only if no move is above 0.1. Modes that are far from q stay unseen.
+    ``"good"`` only if no move is above 0.1, and none of a constrained site itself above 0.2. Modes that are far from q
+    stay unseen.
 
     The log joint is summed over chunks of rows, so memory does not grow with the number of rows.
 
@@ -169,16 +174,17 @@ def khat(
 class Draws(NamedTuple):
     """Draws from q, then the wider ones.
 
-    :ivar z: parameters, in standard deviations of q, and deterministic sites, as normal scores, (n, P + D).
+    :ivar z: parameters, in standard deviations of q, deterministic sites, as normal scores, and constrained sites, in
+        their own standard deviations, (n, P + D).
     :ivar log_ratios: log p / q, (n,), at some undefined. :ivar log_mixture: of mixture / q, (n,).
-    :ivar num_samples: from q. :ivar indices: the columns of z, by site.
+    :ivar num_samples: from q. :ivar indices: the columns of z, by site; of constrained values by (site,).
     """
 
     z: np.ndarray
     log_ratios: np.ndarray
     log_mixture: np.ndarray
     num_samples: int
-    indices: dict[str, np.ndarray]
+    indices: dict[Any, np.ndarray]
 
     def joined(self, others: list[Draws]) -> Draws:
         """With other draws, of the sites that all have: those that are not finite somewhere have no scores."""
@@ -204,21 +210,31 @@ def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) 
         log_mixture = np.zeros(num_samples)
     else:
         theta, log_q, z, log_mixture = _draws(posterior, rng_key, num_samples)
-    scores, of_scores = normal_scores(posterior.derived_sites(theta), _normalized(-log_mixture))
-    indices = posterior.program.layout.indices | {name: z.shape[1] + columns for name, columns in of_scores.items()}
+    weights_of_q, indices = _normalized(-log_mixture), dict(posterior.program.layout.indices)
+    constrained = {(name,): values for name, values in posterior.constrained_sites(theta).items()}
+    for scores, of_scores in (
+        normal_scores(posterior.derived_sites(theta), weights_of_q),
+        standardized(constrained, weights_of_q),
+    ):
+        indices |= {name: z.shape[1] + columns for name, columns in of_scores.items()}
+        z = np.concatenate([z, scores], axis=1)
     log_ratios = posterior.log_densities.joint(theta, rows) - log_q
-    return Draws(np.concatenate([z, scores], axis=1), log_ratios, log_mixture, num_samples, indices)
+    return Draws(z, log_ratios, log_mixture, num_samples, indices)
 
 
 def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
     log_ratios = impossible_if_undefined(draws.log_ratios)
     moves, errors = _moves(draws.z, log_ratios - draws.log_mixture, draws.log_mixture)
-    of_q = log_ratios[: draws.num_samples]
+    of_q, of_values = log_ratios[: draws.num_samples], [site for site in draws.indices if isinstance(site, tuple)]
+    of_moves, of_errors = _by_site(draws.indices, moves, errors)
+    sure = {site[0]: of_moves.pop(site) - SURE * of_errors.pop(site) for site in of_values if site in of_moves}
     return Evidence(
         0.0 if are_equal(of_q) else _psis_khat(of_q),
         relative_sample_size(of_q),
-        *_by_site(draws.indices, moves, errors),
+        of_moves,
+        of_errors,
         integration_is_left(posterior),
+        sure,
     )
 
 
@@ -343,6 +359,13 @@ def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
         return (
             f"{grade}. q misses {what} of the posterior: reweighted, its moments move, in standard deviations: "
             f"{listed}. {remedy(evidence.khat, evidence.may_integrate)}"
+        )
+    of_values = evidence.sure_of_values
+    if long_tailed := [repr(site) for site in _worst(of_values) if of_values[site] > SMALL_ITSELF]:
+        return (
+            "doubtful. In unconstrained space q is good, but a tail is too short or too long: reweighted, the mean or "
+            f"the standard deviation of {', '.join(long_tailed)} itself moves by more than {SMALL_ITSELF} standard "
+            f"deviations. {remedy(evidence.khat, evidence.may_integrate)}"
         )
     if share_elsewhere > NOTICEABLE:
         return (

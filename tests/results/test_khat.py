@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from gaussian_posteriors import exact_regression, posterior_of, regression_data
 
+from numpyro_rvga import RVGA
 from numpyro_rvga.results import log_densities
 from numpyro_rvga.results.khat import Draws, Evidence, verdict
 from numpyro_rvga.results.log_densities import LogDensities
@@ -133,6 +134,29 @@ def test_verdicts_tell_good_from_bad_approximations(data, inflation, shift, grad
 def test_verdicts_go_by_the_moves_that_are_sure(khat, relative_size, move, error, grade):
     evidence = Evidence(khat, relative_size, {"a": move, "b": 0.0}, {"a": error, "b": 0.0})
     assert verdict(evidence).startswith(grade)
+
+
+@pytest.mark.parametrize("move, grade", [(0.15, "good"), (0.25, "doubtful. In unconstrained space q is good")])
+def test_verdicts_go_by_constrained_values_too(move, grade):
+    evidence = Evidence(0.3, 0.8, {"a": 0.05}, {"a": 0.01}, sure_of_values={"a": move})
+    assert verdict(evidence).startswith(grade) and ("'a' itself" in verdict(evidence)) == (move > 0.2)
+
+
+@pytest.mark.parametrize("concentration, is_good", [(4.0, False), (20.0, True)])
+def test_a_long_tail_of_a_site_itself_is_named(concentration, is_good):
+    """An inverse gamma variable. Of its logarithm, the best Gaussian has a variance of 1 / a and not trigamma(a): the
+    standard deviation moves by 0.06 (a = 4) and 0.01 (a = 20). Its own moves by 0.32 and 0.05."""
+
+    def model(y=None):
+        numpyro.sample("s", dist.InverseGamma(concentration, 1.0))
+        location = numpyro.sample("location", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", dist.Normal(location, 1.0), obs=y)
+
+    data = {"y": np.zeros(20)}
+    khat = RVGA(model).run(data, progress_bar=False).khat(data)
+    assert khat.moves["s"] < 0.1
+    assert khat.verdict.startswith("good") == is_good and ("'s' itself" in khat.verdict) != is_good
 
 
 def test_khat_refuses_few_draws(data):
