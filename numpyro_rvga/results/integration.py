@@ -54,7 +54,7 @@ LEAST_SHARE = 0.02  # effective sample size over the number of points, below whi
 MOST_PARAMETERS = 500
 TOO_LONG = (
     "the model has {} parameters, of which each component of a mixture would have a full covariance: that is possible "
-    f"for at most {MOST_PARAMETERS}, unless each row depends on a few given what is integrated out"
+    "for at most {}, unless each row depends on a few given what is integrated out"
 )
 UNSETTLED = 0.1  # standard deviations
 MOST_KHAT = 0.7
@@ -104,7 +104,7 @@ class Integration:
                 names = ", ".join(choice.sites)
                 return Choice((), f"{names}: {size} entries, and at most {most} can be integrated out")
             if is_long and choice.sites and self._sparse_given(program, choice.sites, rows) is None:
-                return Choice((), TOO_LONG.format(program.layout.size))
+                return Choice((), TOO_LONG.format(program.layout.size, MOST_PARAMETERS))
             return choice
         unknown = [name for name in sites if name not in program.layout.site_names]
         if unknown or not sites:
@@ -117,7 +117,7 @@ class Integration:
             if program.row_latents is not None:
                 raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
         if is_long and self._sparse_given(program, tuple(sites), rows) is None:
-            raise ValueError(f"{TOO_LONG.format(program.layout.size)}. Leave integrate at False.")
+            raise ValueError(f"{TOO_LONG.format(program.layout.size, MOST_PARAMETERS)}. Leave integrate at False.")
         size = sum(program.layout.sizes[name] for name in sites)
         if size > most:
             raise ValueError(
