@@ -627,6 +627,8 @@ def test_too_many_parameters_for_a_mixture_are_left_to_one_gaussian(monkeypatch)
     assert "10 parameters" in posterior.info["not_integrated"] and posterior.elbo is not None
     with pytest.raises(ValueError, match=r"10 parameters.*at most 9"):
         posterior.integrate(SCHOOLS, sites=["tau"])
+    with pytest.raises(ValueError, match=r"have 10 entries, and at most 6"):
+        posterior.integrate(SCHOOLS, sites=posterior.site_names)
 
 
 def test_rows_must_be_those_of_the_posterior(schools):

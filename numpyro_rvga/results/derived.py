@@ -1,7 +1,9 @@
-"""Deterministic sites as further coordinates of draws: a posterior may have right latent sites and a wrong sum of them.
+"""Deterministic and constrained sites as further coordinates of draws.
 
-Each number is replaced by its normal score, so that under q it is standard normal whatever it is a function of: what
-is judged is its place among draws of q, and no tail of q is too long for that.
+A posterior may have right latent sites and a wrong sum of them. Each number of a deterministic site is replaced by its
+normal score, so that under q it is standard normal whatever it is a function of: what is judged is its place among
+draws of q, and no tail of q is too long for that. And it may have right logarithms, and not the tail of what these are
+of: constrained sites are taken as they are.
 """
 
 from __future__ import annotations
@@ -20,38 +22,34 @@ from ..model.program import Program
 MOST_NUMBERS = 300  # of a site that is judged, and of all such sites together
 
 
-def derived_sites(program: Program) -> Callable[[Array], dict[str, Array]]:
-    """theta (n, P) -> deterministic sites that are functions of the latent sites alone, compiled.
+def judged_sites(program: Program) -> Callable[[Array], tuple[dict[str, Array], dict[str, Array]]]:
+    """theta (n, P) -> deterministic sites that are functions of the latent sites alone, and latent sites that have a
+    constraint, compiled as one.
 
     Sites with a value for each row are left out, and so are large ones.
     """
-    names = sorted(program.deterministic.of_latents - program.of_rows)
-    chosen, count = [], 0
     theta = jax.ShapeDtypeStruct((program.layout.size,), program.dtype)
-    shapes = jax.eval_shape(program.constrain, theta) if names else {}
-    for name in names:
-        if count + shapes[name].size <= MOST_NUMBERS:
+    deterministic = sorted(program.deterministic.of_latents - program.of_rows)
+    constrained = [name for name in program.layout.site_names if not program.sites[name].is_real]
+    shapes = jax.eval_shape(program.constrain, theta) if deterministic or constrained else {}
+    groups = [_small({name: shapes[name].size for name in names}) for names in (deterministic, constrained)]
+
+    def of_one(theta: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        values = program.constrain(theta)
+        of_latents, latents = ({name: values[name] for name in names} for names in groups)
+        return of_latents, latents
+
+    return jit(jax.vmap(of_one)) if any(groups) else lambda theta: ({}, {})
+
+
+def _small(sizes: dict[str, int]) -> list[str]:
+    """Of sites of these sizes, those that are judged."""
+    chosen, count = [], 0
+    for name, size in sizes.items():
+        if count + size <= MOST_NUMBERS:
             chosen.append(name)
-            count += shapes[name].size
-
-    def of_one(theta: Array) -> dict[str, Array]:
-        values = program.constrain(theta)
-        return {name: values[name] for name in chosen}
-
-    return jit(jax.vmap(of_one)) if chosen else lambda theta: {}
-
-
-def constrained_sites(program: Program) -> Callable[[Array], dict[str, Array]]:
-    """theta (n, P) -> latent sites that have a constraint, as the model has them, compiled. Large ones are left out."""
-    sizes = program.layout.sizes
-    names = [name for name in program.layout.site_names if not program.sites[name].is_real]
-    chosen = [name for i, name in enumerate(names) if sum(sizes[n] for n in names[: i + 1]) <= MOST_NUMBERS]
-
-    def of_one(theta: Array) -> dict[str, Array]:
-        values = program.constrain(theta)
-        return {name: values[name] for name in chosen}
-
-    return jit(jax.vmap(of_one)) if chosen else lambda theta: {}
+            count += size
+    return chosen
 
 
 def standardized(sites: dict[Any, Array], weights_of_q: np.ndarray) -> tuple[np.ndarray, dict[Any, np.ndarray]]:

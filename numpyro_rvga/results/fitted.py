@@ -26,7 +26,7 @@ from ..model import Program
 from ..model.data.row_set import RowSet
 from ..model.site_families import site_transforms
 from ..options import Info
-from .derived import constrained_sites, derived_sites
+from .derived import judged_sites
 from .forward import ForwardRuns
 from .log_densities import LogDensities
 
@@ -133,14 +133,9 @@ class Fitted:
         return jit(jax.vmap(self.program.constrain))
 
     @functools.cached_property
-    def derived_sites(self) -> Callable[[Array], dict[str, Array]]:
-        """theta (n, P) -> deterministic sites, see :func:`~.derived.derived_sites`."""
-        return derived_sites(self.program)
-
-    @functools.cached_property
-    def constrained_sites(self) -> Callable[[Array], dict[str, Array]]:
-        """theta (n, P) -> latent sites with a constraint, see :func:`~.derived.constrained_sites`."""
-        return constrained_sites(self.program)
+    def judged_sites(self) -> Callable[[Array], tuple[dict[str, Array], dict[str, Array]]]:
+        """theta (n, P) -> sites that are judged besides theta, see :func:`~.derived.judged_sites`."""
+        return judged_sites(self.program)
 
     @functools.cached_property
     def log_densities(self) -> LogDensities:

@@ -28,7 +28,7 @@ from ..engines.integration.nested import NUM_TRIALS, Integral, Marginal, Mode, P
 from ..engines.maximized_bound import MaximizedBound, SparseMaximizedBound
 from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
-from ..engines.sparse import SparseEngine, sparse_engine
+from ..engines.sparse import sparse_engine
 from ..model import Program
 from ..model.bad_rows import NotFinite
 from ..model.data.rows import Data, Rows
@@ -103,7 +103,7 @@ class Integration:
             if size > most:
                 names = ", ".join(choice.sites)
                 return Choice((), f"{names}: {size} entries, and at most {most} can be integrated out")
-            if is_long and choice.sites and self._sparse_given(program, choice.sites, rows) is None:
+            if is_long and choice.sites and not self._is_sparse_given(program, choice.sites, rows):
                 return Choice((), TOO_LONG.format(program.layout.size, MOST_PARAMETERS))
             return choice
         unknown = [name for name in sites if name not in program.layout.site_names]
@@ -116,14 +116,14 @@ class Integration:
             most = MOST_WITH_DENSITY  # no Gaussian is left, so that no mixture of a few is the posterior
             if program.row_latents is not None:
                 raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
-        if is_long and self._sparse_given(program, tuple(sites), rows) is None:
-            raise ValueError(f"{TOO_LONG.format(program.layout.size, MOST_PARAMETERS)}. Leave integrate at False.")
         size = sum(program.layout.sizes[name] for name in sites)
         if size > most:
             raise ValueError(
                 f"the sites {', '.join(sites)} have {size} entries, and at most {most} can be integrated "
                 "out: name fewer sites, or run NUTS."
             )
+        if is_long and not self._is_sparse_given(program, tuple(sites), rows):
+            raise ValueError(f"{TOO_LONG.format(program.layout.size, MOST_PARAMETERS)}. Leave integrate at False.")
         return Choice(tuple(name for name in program.layout.site_names if name in sites))
 
     def __call__(
@@ -245,9 +245,10 @@ class Integration:
             )
         return self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
 
-    def _sparse_given(self, program: Program, sites: tuple[str, ...], rows: Rows) -> SparseEngine | None:
-        """The engine given these sites; None where terms depend on many of the other parameters."""
-        return sparse_engine(self._conditional(program, sites, rows, default_key()), rows, given_params=True)
+    def _is_sparse_given(self, program: Program, sites: tuple[str, ...], rows: Rows) -> bool:
+        """Whether terms depend on few of the other parameters, given these sites."""
+        engine = self._conditional(program, sites, rows, default_key())
+        return sparse_engine(engine, rows, given_params=True) is not None
 
     def _bound_of(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> tuple[Bound, Any]:
         """The maximized bound as a function of the sites, and the rows in the form that it takes."""
@@ -263,8 +264,8 @@ class Integration:
                 f"outside the rows, and not {left}: integrate other sites."
             )
         if program.layout.size > MOST_PARAMETERS:
-            sparse = self._sparse_given(program, sites, rows)
-            assert sparse is not None
+            sparse = sparse_engine(engine, rows, given_params=True)
+            assert sparse is not None  # as choose() has found
             chunks = chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
             return SparseMaximizedBound.of(sparse, sparse.problem(rows), chunks), chunks
         chunks = distinct_chunks_of(engine, rows)

@@ -211,11 +211,9 @@ def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) 
     else:
         theta, log_q, z, log_mixture = _draws(posterior, rng_key, num_samples)
     weights_of_q, indices = _normalized(-log_mixture), dict(posterior.program.layout.indices)
-    constrained = {(name,): values for name, values in posterior.constrained_sites(theta).items()}
-    for scores, of_scores in (
-        normal_scores(posterior.derived_sites(theta), weights_of_q),
-        standardized(constrained, weights_of_q),
-    ):
+    deterministic, constrained = posterior.judged_sites(theta)
+    itself = {(name,): values for name, values in constrained.items()}
+    for scores, of_scores in (normal_scores(deterministic, weights_of_q), standardized(itself, weights_of_q)):
         indices |= {name: z.shape[1] + columns for name, columns in of_scores.items()}
         z = np.concatenate([z, scores], axis=1)
     log_ratios = posterior.log_densities.joint(theta, rows) - log_q

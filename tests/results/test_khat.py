@@ -159,6 +159,18 @@ def test_a_long_tail_of_a_site_itself_is_named(concentration, is_good):
     assert khat.verdict.startswith("good") == is_good and ("'s' itself" in khat.verdict) != is_good
 
 
+def test_a_large_site_hides_no_small_one_that_comes_after_it():
+    def model(y=None):
+        numpyro.sample("many", dist.HalfNormal(1.0).expand([400]).to_event(1))
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", dist.Normal(0.0, s), obs=y)
+
+    posterior = RVGA(model).run({"y": np.ones(5)}, progress_bar=False)
+    _, constrained = posterior.judged_sites(posterior.mean[None])
+    assert list(constrained) == ["s"]
+
+
 def test_khat_refuses_few_draws(data):
     with pytest.raises(ValueError, match="at least 100 draws, not 99"):
         exact_regression(data).khat(data, num_samples=99)

@@ -58,11 +58,6 @@ class Cut(NamedTuple):
     times: tuple[np.ndarray | None, ...]
     width: int
 
-    @property
-    def key(self) -> tuple:
-        """Equal for equal cuts of one theta."""
-        return len(self.columns), self.width
-
     @classmethod
     def without_chain(cls, columns: tuple[np.ndarray, ...]) -> Cut:
         return cls(columns, (None,) * len(columns), 0)
@@ -97,28 +92,27 @@ class Reads(NamedTuple):
 
 class Reader:
     """Finds which entries the terms of each site depend on, at some theta: one function of all terms, which compiles
-    sooner than many.
+    sooner than many, and once for cuts of as many columns.
 
     :param size: of theta.
     """
 
-    def __init__(self, all_terms: Sequence[Terms], cut: Cut, size: int, dtype: DTypeLike):
-        count = len(cut.columns)
-        nothing = Reads(np.zeros(count, bool), np.ones(count, bool), np.zeros(count), np.zeros((), int))
-        self._nothing = None if any(terms.num_predictors for terms in all_terms) else [nothing for _ in all_terms]
-        theta, probes = generic_theta(size, dtype), Probes.of(cut, size, dtype)
+    def __init__(self, all_terms: Sequence[Terms], size: int, dtype: DTypeLike):
+        self._all_terms, self._size, self._dtype = all_terms, size, dtype
+        theta = generic_theta(size, dtype)
 
-        def reads_of(terms: Terms, rows: Arrays) -> Reads:
+        def reads_of(terms: Terms, probes: Probes, rows: Arrays) -> Reads:
             if not terms.num_predictors:
-                return jax.tree.map(jnp.asarray, nothing)
-            return probes.reads(linearize_along(terms, theta, probes.directions, rows)[1], cut)
+                return jax.tree.map(jnp.asarray, _nothing(len(probes.times)))
+            return probes.reads(linearize_along(terms, theta, probes.directions, rows)[1])
 
-        self._of_part = jit_once(lambda rows: [reads_of(terms, rows) for terms in all_terms])
+        self._of_part = jit_once(lambda probes, rows: [reads_of(terms, probes, rows) for terms in all_terms])
 
-    def __call__(self, rows: Arrays) -> list[Reads]:
-        if self._nothing is not None:
-            return self._nothing
-        by_part = [jax.device_get(self._of_part(part)) for _, part in parts_of(rows)]
+    def __call__(self, cut: Cut, rows: Arrays) -> list[Reads]:
+        if not any(terms.num_predictors for terms in self._all_terms):
+            return [_nothing(len(cut.columns)) for _ in self._all_terms]
+        probes = Probes.of(cut, self._size, self._dtype)
+        by_part = [jax.device_get(self._of_part(probes, part)) for _, part in parts_of(rows)]
         return [
             Reads(
                 np.any([reads.is_read for reads in parts], axis=0),
@@ -128,6 +122,11 @@ class Reader:
             )
             for parts in zip(*by_part)
         ]
+
+
+def _nothing(count: int) -> Reads:
+    """Those of terms that depend on none of so many columns."""
+    return Reads(np.zeros(count, bool), np.ones(count, bool), np.zeros(count), np.zeros((), int))
 
 
 class Probes(NamedTuple):
@@ -170,7 +169,7 @@ class Probes(NamedTuple):
         largest = jnp.max(size, axis=1, keepdims=True)  # of sums that cancel, rounding is a share of the addends
         return error, jnp.finfo(changes.dtype).eps * jnp.maximum(1e3 * size, MOST_ROUNDINGS * largest)
 
-    def reads(self, changes: Array, cut: Cut) -> Reads:
+    def reads(self, changes: Array) -> Reads:
         """The reads of terms. ``changes``: their predictors' derivatives along the directions, (n, C, 4 S)."""
         count, longest = self.random.shape
         _, place = derivatives_and_positions(changes, count)
@@ -178,7 +177,7 @@ class Probes(NamedTuple):
         at = jnp.arange(count), jnp.clip(place, 0, longest - 1)
         error, rounding = self.off(changes, place)
         is_read = jnp.any(actual != 0, axis=1)
-        times, in_chain = self.times[at], is_read & cut.in_chain
+        times, in_chain = self.times[at], is_read & (self.times[:, 0] >= 0)
         latest = jnp.max(times, axis=1, where=in_chain, initial=-1)
         first = jnp.min(times, axis=1, where=in_chain, initial=jnp.iinfo(times.dtype).max)
         crosses = jnp.any((half != 0) & (half != actual), axis=1)

@@ -13,6 +13,7 @@ two are more than ``lag`` apart, every (lag + 1)-th entry is a column of which t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,7 +113,7 @@ def are_selections(all_terms: Sequence[Terms], size: int, dtype, rows: Arrays) -
     """Whether each term's one predictor is an affine function of one entry of theta."""
     possible = [terms.is_affine and terms.num_predictors == 1 and not terms.num_local for terms in all_terms]
     asked = [terms for terms, is_possible in zip(all_terms, possible) if is_possible]
-    reads = iter(Reader(asked, Cut.without_chain(selecting_pattern(size).columns), size, dtype)(rows))
+    reads = iter(Reader(asked, size, dtype)(Cut.without_chain(selecting_pattern(size).columns), rows))
     return [is_possible and bool(next(reads).reads_one[0]) for is_possible in possible]
 
 
@@ -139,10 +140,10 @@ def find_sparsity(
     is_large = any(len(array) > MANY for array in own.values())
 
     def reads_by(cut: Cut, all_terms: tuple[Terms, ...], in_prior: bool, rows: Arrays) -> list[Reads]:
-        key = Reader, cut.key, in_prior
+        key = Reader, in_prior
         if key not in readers:
-            readers[key] = Reader(all_terms, cut, layout.size, dtype)
-        return readers[key](rows)
+            readers[key] = Reader(all_terms, layout.size, dtype)
+        return readers[key](cut, rows)
 
     def reads_of(cut: Cut) -> list[Reads]:
         """The reads of all terms; of a few rows' terms only, if these depend on too many entries."""
@@ -228,9 +229,8 @@ def _chain_length(all_reads: list[Reads], cut: Cut) -> int | None:
 def _group_length(columns: tuple[np.ndarray, ...], all_reads: list[Reads]) -> int | None:
     """The length of several columns, of each of which no term depends on two entries, if they hold most of theta: terms
     may depend on the same place in all of them, as those of one group do, and a group is eliminated as a whole."""
-    lengths = [len(column) for column, is_one in zip(columns, _reads_one(all_reads)) if is_one]
-    length = max(lengths, key=lambda n: n * lengths.count(n), default=0)
-    count = lengths.count(length)
+    counts = Counter(len(column) for column, is_one in zip(columns, _reads_one(all_reads)) if is_one)
+    length, count = max(counts.items(), key=math.prod, default=(0, 0))
     holds_most = count * length >= max(FEWEST_IN_GROUPS, sum(map(len, columns)) / 2)
     return length if count > 1 and holds_most else None
 
