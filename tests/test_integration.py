@@ -17,7 +17,7 @@ from scipy.special import logsumexp
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
 from numpyro_rvga.engines.registry import Engines
-from numpyro_rvga.results import integration
+from numpyro_rvga.results import integration, integrator
 from numpyro_rvga.results.integration import DEFAULTS, Integration
 
 KEY = jax.random.key(0)
@@ -433,6 +433,36 @@ def test_long_latent_gaussian_models_and_gaussian_posteriors_are_left_as_they_ar
     assert posterior.info["not_integrated"] == "the model is a latent Gaussian model as it is"
 
 
+def test_effects_that_sum_to_zero_are_gaussian_given_their_scale():
+    num_groups, noise, rng = 6, 0.5, np.random.default_rng(0)
+    group = np.repeat(np.arange(num_groups), 8)
+
+    def model(group, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        effect = numpyro.sample("effect", dist.ZeroSumNormal(scale, event_shape=(num_groups,)))
+        with numpyro.plate("rows", len(group)):
+            numpyro.sample("y", dist.Normal(effect[group], noise), obs=y)
+
+    effect = rng.normal(size=num_groups)
+    y = (effect - effect.mean())[group] + noise * rng.normal(size=len(group))
+    posterior = FixedPointVI(model, integrate="auto").run({"group": group, "y": y}, progress_bar=False)
+    assert posterior.info["integrated"] == ["scale"]
+    # Effects are scale * (z - mean of z): of y given the scale, the covariance is known.
+    scales = np.linspace(0.005, 6, 1200)
+    design = (np.eye(num_groups) - 1 / num_groups)[group]
+    log_joint = [
+        stats.multivariate_normal.logpdf(y, cov=s**2 * design @ design.T + noise**2 * np.eye(len(y)))
+        + stats.halfnorm.logpdf(s)
+        for s in scales
+    ]
+    mass = np.exp(log_joint - logsumexp(log_joint))
+    np.testing.assert_allclose(posterior.elbo, logsumexp(log_joint) + np.log(scales[1] - scales[0]), atol=0.02)
+    draws = posterior.sample_posterior(jax.random.key(0), (20_000,))["scale"]
+    mean = mass @ scales
+    np.testing.assert_allclose(draws.mean(), mean, rtol=0.02)
+    np.testing.assert_allclose(draws.std(), np.sqrt(mass @ (scales - mean) ** 2), rtol=0.05)
+
+
 def test_auto_takes_all_sites_of_a_model_of_few_parameters():
     """Four doses and deaths of five animals each, against a dense grid."""
     x = np.stack([np.ones(4), np.array([-0.86, -0.30, -0.05, 0.73])], axis=1).repeat(5, axis=0)
@@ -591,7 +621,7 @@ def many_scales(x, y=None):
 @pytest.mark.parametrize("method", ["importance", "nuts"])
 def test_many_entries_are_integrated_as_by_quadrature(method, monkeypatch):
     if method == "nuts":
-        monkeypatch.setattr(integration, "MOST_BY_IMPORTANCE", 6)
+        monkeypatch.setattr(integrator, "MOST_BY_IMPORTANCE", 6)
     y = np.array([0.0, 0.5, -1.0, 1.5, 2.0, 4.0, 8.0])
     posterior = FixedPointVI(many_scales, integrate="auto").run({"x": np.eye(7), "y": y}, progress_bar=False)
     assert posterior.info["integrated"] == ["scale"]

@@ -8,19 +8,21 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.expectations.quadrature import CUBE_NODES, TENSOR_NODES, fifth_degree_nodes, num_cube_nodes
-from ..core.updates.factors import ErrorEstimates, Kind
+from ..core.updates.factors import ErrorEstimates, Kind, Nodes
 from ..core.updates.search import Settings
 from ..model.terms.terms import Terms
 from ..options import Options
 
 ROW_ITERATIONS = 2  # at least, of rows one by one: in a routine, the second costs little and leaves much less
 ONE_PASS_TOLERANCE = 1e-6  # nats: of joint solves around a stream, which itself leaves a thousand times more
+MANY_SOLVES_TOLERANCE = 1e-4  # nats: of solves of near problems, whose bounds are compared
 BUDGET = 1e-3  # nats, in all: expectations that may be off by more call for finer rules,
 ROUNDING = 8.0  # units in the bound's last place, of two rules that are compared row by row
 ENOUGH_DRAWS = 0.5  # and those over draws of theta for more draws
 FEW_POINTS = 2**24  # of all rows at the nodes of the last rule
 FEW_INTEGRANDS = 2**19  # of rows' own integrals at all nodes, for which the budget is that of other expectations
 RULES_TOLERANCE, AVERAGES_TOLERANCE = 1e-3, 1e-2  # nats: the squared natural gradient, at most
+CORRECTED_TOLERANCE, CORRECTED_SHARE = 0.1, 1e-4  # nats: up to which corrections suffice, in all, and by parameter
 LITTLE_WORK = 2**18  # numbers: entries of the Hessians at the nodes of all factors together
 LITTLE_WORK_OF_MANY = 2**14  # the same, of each of many evaluations
 NUMBERS_OF_CLOSED_FORMS = 128  # as which an expectation without nodes counts
@@ -148,10 +150,11 @@ class Effort(NamedTuple):
         of_several = all(t.num_predictors in TENSOR_NODES or kind.held_out is not None for kind, t in self._with_few)
         return of_several and self._have_values(num_rows)
 
-    def many_solves_take_few_nodes(self, num_rows: int) -> bool:
-        """Whether many solves of near problems are worth few nodes each, and a bound by many at the end."""
+    def nodes_of_many_solves(self, num_rows: int) -> Nodes:
+        """Those with which many solves of near problems begin: few, where that is worth it and many can evaluate the
+        bound at the end."""
         is_possible = self.rows_can_do_with_few and self._have_values(num_rows)
-        return is_possible and not self.is_little_work(num_rows, most=LITTLE_WORK_OF_MANY)
+        return "few" if is_possible and not self.is_little_work(num_rows, most=LITTLE_WORK_OF_MANY) else "usual"
 
     @property
     def _with_few(self) -> list[tuple[Kind, Terms]]:
@@ -170,6 +173,13 @@ class Effort(NamedTuple):
         nodes leave more."""
         is_sampled = self.is_sampled or any(kind.sampled for kind in self.prior)
         return AVERAGES_TOLERANCE if is_sampled else RULES_TOLERANCE
+
+    def nodes_called_for(self, left: float, size: int) -> Nodes:
+        """Which nodes are needed where a search by few nodes has left so much of the squared natural gradient by
+        corrected ones, in nats. These in turn leave a part of it, which is spread over ``size`` parameters."""
+        if left <= self.few_nodes_tolerance:
+            return "few"
+        return "corrected" if left <= min(CORRECTED_TOLERANCE, CORRECTED_SHARE * size) else "usual"
 
     def is_little_work(self, num_rows: int, *, by_few_nodes: bool = False, most: int = LITTLE_WORK) -> bool:
         """Whether an evaluation takes so little time that it is not worth being compiled well.
@@ -218,6 +228,13 @@ class Effort(NamedTuple):
         if self.options.tolerance is None:
             settings = settings._replace(tolerance=ONE_PASS_TOLERANCE, rtol=1.0)
         return settings
+
+    def settings_of_many(self) -> Settings:
+        """When each of many joint solves of near problems stops. The bound is off by half of what is left."""
+        settings = self.settings()
+        if self.options.tolerance is None:
+            settings = settings._replace(tolerance=MANY_SOLVES_TOLERANCE)
+        return settings._replace(rtol=None)
 
     def settings_of_all(self, *, has_start: bool) -> Settings:
         """When a joint solve of all rows stops."""

@@ -60,11 +60,7 @@ class JointProblem(NamedTuple):
 
     def kind_of_row(self, search: Search, kind: Kind) -> Kind:
         """The kind with the expectations that a search asks for."""
-        if search.nodes == "few":
-            kind = kind.by_few_nodes(self.is_corrected)
-        elif search.nodes == "values":
-            kind = kind.values_alone()
-        return kind.by_few_draws(self.is_coarse)
+        return kind.by_nodes(search.nodes, self.is_corrected).by_few_draws(self.is_coarse)
 
     def kind_of_prior(self, search: Search, kind: Kind) -> Kind:
         """The same of a prior term: few nodes replace averages over many, and nothing else."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,19 @@ from ..core.compilation import Compiled
 from ..core.matrices.chains import ChainPacking, packed_form
 from ..core.matrices.linalg import lower_from_root, solve_lower
 from ..core.matrices.packing import Packing
+from ..core.updates.factors import Nodes
 from ..core.updates.joint import (
     DenseJoint,
     SparseJoint,
-    base_terms,
-    bound_at,
+    bound_of,
+    change_of_natural_gradient,
     curvature_at,
     solve_joint_traced,
     solve_quadratic,
 )
 from ..core.updates.objective import is_log_concave, is_quadratic
-from ..core.updates.search import Search, Solution
+from ..core.updates.search import Search, Settings, Solution
+from ..model import Program
 from ..model.data.arguments import PARAMS
 from ..progress import Bar
 from .engine import Engine
@@ -61,8 +63,9 @@ class MaximizedBound:
     (the envelope theorem), q in the standard coordinates of the prior. (A whitened q stays a good start when a
     kernel's length scale changes; the same q over function values would not.)
 
+    :param settings: when a solve stops; default: as the only one of all rows.
     :ivar engine: of which it is. :ivar is_exact: whether L(h) is log p(y, h): all terms are quadratic given h.
-    :ivar by_few_nodes: whether expectations are by few nodes. What :meth:`by_many_nodes` is for then.
+    :ivar nodes: of expectations. Where they are few, :meth:`by_many_nodes` has the bound.
     :ivar is_log_concave: whether no q but the best one is a maximum, whatever the parameters.
     :ivar begin: params (K,), chunks of rows, as :func:`~.row_chunks.chunks_of` makes them, and a mean (P,), default the
         prior's -> a start.
@@ -71,12 +74,12 @@ class MaximizedBound:
     """
 
     @classmethod
-    def of(cls, engine: Engine, *, by_few_nodes: bool = False) -> MaximizedBound:
+    def of(cls, engine: Engine, settings: Settings | None = None, nodes: Nodes = "usual") -> MaximizedBound:
         """The one of an engine, made for what its data determine of the prior."""
-        return engine.once((cls, engine.program, by_few_nodes), lambda: cls(engine, by_few_nodes=by_few_nodes))
+        return engine.once((cls, engine.program, settings, nodes), lambda: cls(engine, settings, nodes))
 
-    def __init__(self, engine: Engine, *, by_few_nodes: bool = False):
-        self.engine, self.by_few_nodes = engine, by_few_nodes
+    def __init__(self, engine: Engine, settings: Settings | None = None, nodes: Nodes = "usual"):
+        self.engine, self.nodes, self._settings = engine, nodes, settings
         self.is_exact = is_quadratic((*engine.kinds, *engine.prior_kinds))
         self.is_log_concave = is_log_concave((*engine.kinds, *engine.prior_kinds))
         _ = engine.program.initial_state  # what is drawn from the prior is drawn here, outside of compiled functions
@@ -85,9 +88,15 @@ class MaximizedBound:
         self._left = engine.compiled(self._left_by_few_nodes, level=0)  # called once
         self.by_many_nodes = engine.compiled(self._by_many_nodes)
 
-    def few_nodes_suffice(self, params: Array, chunks: RowChunks, start: Start) -> bool:
-        """Whether expectations of more nodes would hardly move the q that was found."""
-        return float(self._left(params, chunks, start)) <= self.engine.effort.few_nodes_tolerance
+    @property
+    def program(self) -> Program:
+        """The model given the parameters."""
+        return self.engine.program
+
+    def nodes_called_for(self, params: Array, chunks: RowChunks, start: Start) -> Nodes:
+        """The fewest nodes that find q, if few ones have found one: others would hardly move it."""
+        left = float(self._left(params, chunks, start))
+        return self.engine.effort.nodes_called_for(left, self.program.layout.size)
 
     def _parts(
         self,
@@ -95,20 +104,21 @@ class MaximizedBound:
         chunks: RowChunks,
         start: Start,
         *,
-        nodes: Literal["usual", "few", "values"] | None = None,
+        nodes: Nodes | None = None,
         is_corrected: Array | None = None,
     ) -> tuple[Search, DenseJoint]:
         """What is sought at these parameters.
 
-        :param nodes: see :class:`~numpyro_rvga.core.updates.search.Search`; default: few, if this bound is by few.
+        :param nodes: default: those of this bound.
         :param is_corrected: see :class:`~numpyro_rvga.core.updates.factors.Kind`.
         """
-        nodes = nodes or ("few" if self.by_few_nodes else "usual")
         program = self.engine.program
         state = program.initial_state_at(params)
         inputs = program.prior_inputs | {PARAMS: params}
         problem = JointProblem(state, chunks, inputs, init=start, is_corrected=is_corrected)
-        search = self.engine.search_all(problem)._replace(nodes=nodes)
+        search = _with_nodes(self.engine.search_all(problem), nodes or self.nodes)
+        if self._settings is not None:
+            search = search._replace(settings=self._settings)
         problem = self.engine.prepared_once(problem)
         return search, self.engine.joint_parts(search, problem)
 
@@ -128,29 +138,24 @@ class MaximizedBound:
         exactly = self.is_exact
         solution = solve_quadratic(search, joint, start[0]) if exactly else solve_joint_traced(search, joint)
         mean, root = solution.mean, solution.root
-        covariance_root = _covariance_root(root)
 
         def bound(params: Array) -> Array:
-            _, joint = self._parts(params, chunks, start)
-            return bound_at(joint, joint.start().base, mean, covariance_root)[0]
+            return bound_of(self._parts(params, chunks, start)[1], mean, root)
 
         return Maximum(_bound_of(solution), jax.grad(bound)(params), (mean, root @ root.T), solution.converged)
 
     def _left_by_few_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
-        """The squared natural gradient at q by corrected expectations."""
-        (mean, precision), (_, joint) = start, self._parts(params, chunks, start, is_corrected=jnp.asarray(True))
-        base, root = joint.start().base, _covariance_root(jnp.linalg.cholesky(precision))
-        of_base, linear = base_terms(base, mean)
-        sums = bound_at(joint, base, mean, root)[1]
-        in_mean = root.T @ (sums.gradient + linear - of_base @ mean)
-        in_covariance = root.T @ (of_base + sums.curvature - precision) @ root
-        return jnp.sum(in_mean**2) + 0.5 * jnp.sum(in_covariance**2)
+        """The squared natural gradient at q by corrected expectations, which few nodes have taken for zero."""
+
+        def joint_at(is_corrected: Array) -> DenseJoint:
+            return self._parts(params, chunks, start, is_corrected=is_corrected)[1]
+
+        return change_of_natural_gradient(joint_at, start[0], jnp.linalg.cholesky(start[1]))
 
     def _by_many_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
         """The bound at a q, by many nodes."""
         (mean, precision), (_, joint) = start, self._parts(params, chunks, start, nodes="values")
-        root = _covariance_root(jnp.linalg.cholesky(precision))
-        return bound_at(joint, joint.start().base, mean, root)[0]
+        return bound_of(joint, mean, jnp.linalg.cholesky(precision))
 
     def _moments(self, params: Array, start: Start) -> tuple[Array, Array]:
         state, (mean, precision) = self.engine.program.initial_state_at(params), start
@@ -165,33 +170,45 @@ class SparseMaximizedBound:
     with the precision that the log joint density has at this mean. The gradient is a function of its own: it takes the
     covariances of predictors, and with them as long as the solve itself.
 
-    :ivar is_exact: as of :class:`MaximizedBound`, and ``is_log_concave``.
+    :ivar is_exact: as of :class:`MaximizedBound`, and ``nodes``, ``by_many_nodes``, ``is_log_concave``.
     :ivar begin: params (K,) and chunks of rows -> a start. :ivar solve: params, chunks and a start -> :class:`Maximum`,
         without the gradient. :ivar gradient: params, chunks and the start that was found -> (K,), and the variances of
-        x, (P,), which it takes. :ivar variances: that start -> these alone. :ivar packing: of precisions.
+        x, (P,), which it takes. :ivar variances: that start -> these alone. :ivar root: that start -> the Cholesky
+        factor (P, P) of the covariance of x. :ivar packing: of precisions.
     """
 
     packing: Packing | ChainPacking
     _problem: SparseProblem
 
     @classmethod
-    def of(cls, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks) -> SparseMaximizedBound:
+    def of(
+        cls, sparse: SparseEngine, problem: SparseProblem, chunks: RowChunks, nodes: Nodes = "usual"
+    ) -> SparseMaximizedBound:
         """The one of an engine, made for what its data determine of the prior."""
         problem = sparse.keeps_sums(problem, chunks)._replace(init=None)
         num_chunks = chunks.weights.shape[0] if problem.sums is None else 1
-        key = cls, sparse, sparse.engine.program, num_chunks
-        bound = copy.copy(sparse.engine.once(key, lambda: cls(sparse, num_chunks)))
+        key = cls, sparse, sparse.engine.program, num_chunks, nodes
+        bound = copy.copy(sparse.engine.once(key, lambda: cls(sparse, num_chunks, nodes)))
         bound._problem, bound.packing = problem, problem.packing
         return bound
 
-    def __init__(self, sparse: SparseEngine, num_chunks: int):
+    def __init__(self, sparse: SparseEngine, num_chunks: int, nodes: Nodes):
         self.engine, self._sparse, self._order = sparse.engine, sparse, sparse.sparsity.order
-        self._search = sparse.search(num_chunks, has_start=True)
+        self.nodes, search = nodes, sparse.search(num_chunks, has_start=True)
+        self._search = _with_nodes(search._replace(settings=sparse.engine.effort.settings_of_many()), nodes)
         self.is_exact, self.is_log_concave = is_quadratic(sparse.all_kinds), is_log_concave(sparse.all_kinds)
         everywhere = sparse.engine.devices.everywhere
         self._solve = Compiled(self._solved, out_shardings=everywhere, long_arrays=True)  # called a hundred times
         self._gradient = sparse.engine.compiled(self._gradient_at)
         self._variances = sparse.engine.compiled(self._variances_of)
+        self._root = sparse.engine.compiled(self._root_of)
+        self._left = sparse.engine.compiled(self._left_by_few_nodes, level=0)  # called once
+        self._by_many = sparse.engine.compiled(self._by_many_nodes)
+
+    @property
+    def program(self) -> Program:
+        """The model given the parameters."""
+        return self.engine.program
 
     @property
     def indices(self) -> np.ndarray:
@@ -213,17 +230,36 @@ class SparseMaximizedBound:
     def variances(self, start: Start) -> Array:
         return self._variances(self._problem, start[1])
 
+    def nodes_called_for(self, params: Array, chunks: RowChunks, start: Start) -> Nodes:
+        """As of :class:`MaximizedBound`."""
+        left = float(self._left(self._problem, params, chunks, start))
+        return self.engine.effort.nodes_called_for(left, self.program.layout.size)
+
+    def by_many_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
+        return self._by_many(self._problem, params, chunks, start)
+
+    def root(self, start: Start) -> Array:
+        return self._root(self._problem, start[1])
+
     def mean(self, start: Start) -> Array:
         """The mean of x, (P,)."""
         return start[0][self._order.back]
 
     # ------------------------------------------------------------------ compiled
     def _parts(
-        self, problem: SparseProblem, params: Array, chunks: RowChunks, init: Start | None = None
+        self,
+        problem: SparseProblem,
+        params: Array,
+        chunks: RowChunks,
+        init: Start | None = None,
+        *,
+        nodes: Nodes | None = None,
+        is_corrected: Array | None = None,
     ) -> SparseJoint:
-        """What is sought at these parameters."""
+        """As of :class:`MaximizedBound`. ``init``: where a search starts."""
         inputs = self.engine.program.prior_inputs | {PARAMS: params}
-        return self._sparse.parts(self._search, self._sparse.given_params(problem, inputs, chunks)._replace(init=init))
+        problem = self._sparse.given_params(problem, inputs, chunks)._replace(init=init, is_corrected=is_corrected)
+        return self._sparse.parts(_with_nodes(self._search, nodes or self.nodes), problem)
 
     def _solved(self, problem: SparseProblem, params: Array, chunks: RowChunks, mean: Array) -> Maximum:
         search, joint = self._search, self._parts(problem, params, chunks)
@@ -244,14 +280,26 @@ class SparseMaximizedBound:
 
         return jax.grad(expected)(params), problem.packing.diagonal(covariance.array)[self._order.back]
 
+    def _left_by_few_nodes(self, problem: SparseProblem, params: Array, chunks: RowChunks, start: Start) -> Array:
+        def joint_at(is_corrected: Array) -> SparseJoint:
+            return self._parts(problem, params, chunks, is_corrected=is_corrected)
+
+        return change_of_natural_gradient(joint_at, *start)
+
+    def _by_many_nodes(self, problem: SparseProblem, params: Array, chunks: RowChunks, start: Start) -> Array:
+        return bound_of(self._parts(problem, params, chunks, nodes="values"), *start)
+
+    def _root_of(self, problem: SparseProblem, factor: Array) -> Array:
+        form = packed_form(jnp.ones(self._order.indices.size, factor.dtype), problem.packing)
+        return lower_from_root(form.dense_root(factor).T[self._order.back])
+
     def _variances_of(self, problem: SparseProblem, root: Array) -> Array:
         form = packed_form(jnp.ones(self._order.indices.size, root.dtype), problem.packing)
         return form.variances(root)[self._order.back]
 
 
-def _covariance_root(factor: Array) -> Array:
-    """An upper triangular root (P, P) of the covariance. ``factor``: the Cholesky factor of the precision."""
-    return solve_lower(factor, jnp.eye(len(factor), dtype=factor.dtype)).T
+def _with_nodes(search: Search, nodes: Nodes) -> Search:
+    return search._replace(nodes=nodes, by_decrement=search.by_decrement or nodes == "corrected")
 
 
 def _maximum_of(solution: Solution) -> Maximum:

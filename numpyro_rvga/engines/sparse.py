@@ -58,6 +58,7 @@ class SparseProblem(NamedTuple):
         terms of each site in ``chunks``, (chunks, n, K - 1).
     :ivar init: mean and packed precision to start from, in the order of elimination, or None.
     :ivar sums: over the rows, by site, in their place; None: they take part one by one.
+    :ivar is_corrected: as of :class:`~.joint_solver.JointProblem`.
     """
 
     marginals: DiagonalGaussian
@@ -67,6 +68,7 @@ class SparseProblem(NamedTuple):
     borders: tuple[tuple[Array | np.ndarray, ...], ...]
     init: tuple[Array, Array] | None = None
     sums: tuple[NormalSums, ...] | None = None
+    is_corrected: Array | None = None
 
 
 class SparseEngine:
@@ -219,6 +221,7 @@ class SparseEngine:
             FactorSet(kinds, partial(self._linearize, pairs, problem.packing), (chunks, borders))
             for kinds, pairs, chunks, borders in zip(self._kinds, self._terms, problem.chunks, problem.borders)
         ]
+        rows = rows.with_kinds(lambda kind: kind.by_nodes(search.nodes, problem.is_corrected))
         if problem.sums is not None:
             rows = NormalRows(self._kinds[0], problem.sums, self._form(problem))
         return SparseJoint(

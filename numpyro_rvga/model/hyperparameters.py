@@ -19,7 +19,7 @@ from .terms.site_terms import site_terms
 from .terms.terms import Terms, split_rows
 
 NUM_PROBES = 16  # points at which a log density's Hessian is evaluated
-MOST_ADDED = 6  # entries of a site that is real and would be integrated out nevertheless
+MOST_ADDED = 6  # entries of a site that is linear and would be integrated out nevertheless
 MOST_SITES = 2  # of such sites together
 MOST_PREDICTORS = 8  # of terms that are not log-concave: networks have more, and more than one mode
 
@@ -50,8 +50,8 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
     """The smallest set of sites given which every term of the log joint density depends on the others by affine
     predictors, and is Gaussian, log-concave, or of one predictor.
 
-    Sites whose support is not the whole real line are taken where another term depends on them; then real
-    sites, where such terms are left: few, and small ones.
+    Sites with values that are not linear in unconstrained ones are taken where another term depends on them; then
+    linear sites, where such terms are left: few, and small ones.
 
     :param conditional: sites -> the model given these, as ``numpyro.param`` sites; for terms that variables of single
         rows are integrated out of.
@@ -67,7 +67,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
         return len(given) == len(program.layout.site_names) or _is_simple(terms_given(site, given), program.dtype)
 
     sizes = program.layout.sizes
-    constrained = [name for name in program.layout.site_names if name not in program.real_sites]
+    constrained = [name for name in program.layout.site_names if name not in program.linear_sites]
     coupled = {}
     for each in _all_terms(program):
         if not _is_simple(each, program.dtype):
@@ -75,8 +75,8 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
     chosen = [name for name in constrained if any(name in sites_read for sites_read in coupled.values())]
     left = {site: sites_read for site, sites_read in coupled.items() if not is_simple_given(site, chosen)}
     if left:
-        real = sorted({name for sites_read in left.values() for name in sites_read} & program.real_sites)
-        small = sorted((name for name in real if sizes[name] <= MOST_ADDED), key=lambda name: sizes[name])
+        linear = sorted({name for sites_read in left.values() for name in sites_read} & program.linear_sites)
+        small = sorted((name for name in linear if sizes[name] <= MOST_ADDED), key=lambda name: sizes[name])
         added = next(
             (
                 names

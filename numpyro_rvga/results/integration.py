@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from ..core.groups.importance import Estimate
+from ..core.updates.factors import Nodes
 from ..engines.engine import Engine
+from ..engines.integration.bounds import Bound
 from ..engines.integration.evidence_estimate import EvidenceEstimate
-from ..engines.integration.importance import (
-    FEW_POINTS,
-    MOST_WITH_DENSITY,
-    NUM_POINTS,
-    integrate_by_importance,
-)
-from ..engines.integration.lattice import integrate_lattice
+from ..engines.integration.importance import MOST_WITH_DENSITY
 from ..engines.integration.log_density import LogDensity, weighted_rows
 from ..engines.integration.mixtures import mixture_of
-from ..engines.integration.nested import NUM_TRIALS, Integral, Marginal, Mode, Point, Root, SolvedRoot, find_mode
+from ..engines.integration.nested import Integral
 from ..engines.maximized_bound import MaximizedBound, SparseMaximizedBound
 from ..engines.registry import Engines
 from ..engines.row_chunks import chunks_of, distinct_chunks_of
@@ -35,30 +30,22 @@ from ..model.data.rows import Data, Rows
 from ..model.handlers.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
 from ..options import MARGINALS, Info, Options, check_choice, default_key
-from ..progress import Bar, progress
+from ..progress import progress
 from ..user_warnings import warn
-from .arviz import smoothed
 from .fitted import Fitted
+from .integrator import CONVERGED, MOST_BY_IMPORTANCE, MOST_ON_LATTICE, Integrator, few_count
 from .log_joint import check_all_rows
-from .marginal_nuts import has_mixed, integrate_by_nuts
+from .marginal_nuts import has_mixed
 
 DEFAULTS = Options("implicit", "auto", "auto", None, 500, 256)
-Bound = MaximizedBound | SparseMaximizedBound | LogDensity
 
-MOST_ON_LATTICE = 2  # parameters
-MOST_BY_IMPORTANCE = 30
 MOST_INTEGRATED = 200
-NUM_OTHER_STARTS = 6  # of q given the best hyperparameters, where it may have other maxima
-FEW_TRIALS = 2  # of the prior for each parameter, where each point takes long
-LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
 MOST_PARAMETERS = 500
 TOO_LONG = (
     "the model has {} parameters, of which each component of a mixture would have a full covariance: that is possible "
     "for at most {}, unless each row depends on a few given what is integrated out"
 )
 UNSETTLED = 0.1  # standard deviations
-MOST_KHAT = 0.7
-CONVERGED = 0.999  # of the mass, at points where the bound is maximized
 
 
 class Integration:
@@ -162,38 +149,21 @@ class Integration:
     ) -> Info:
         indices = program.layout.indices_of(sites)
         others = np.setdiff1d(np.arange(program.layout.size), indices)
-        bound, chunks = self._bound_of(program, sites, rows, rng_key)
-        solved = bound if isinstance(bound, SparseMaximizedBound) else None
+        is_long = program.layout.size > MOST_PARAMETERS
         mean, deviation = (x[indices] for x in _prior_moments(program))
-
-        def moments(point):
-            return _moments_of(bound, point, program.dtype)
-
         with progress(progress_bar, None, "L(h)", "it") as bar:
-
-            def found(bound: Bound, nearby: np.ndarray | None, num_trials: int) -> tuple[Marginal, Mode]:
-                marginal = _marginal(bound, self._estimate_of(bound), chunks, program.dtype, bar)
-                mode = find_mode(marginal, mean, deviation, nearby, num_trials)
-                higher = _from_other_starts(bound, marginal, mode.point, chunks, len(others), program.dtype)
-                if higher is None:
-                    return marginal, mode
-                marginal = marginal.begun_again(higher)
-                return marginal, find_mode(marginal, mean, deviation, higher.h, FEW_TRIALS)
-
-            nearby = None if start is None else np.asarray(start)[indices]
-            marginal, mode = found(bound, nearby, NUM_TRIALS if solved is None else FEW_TRIALS)
-            if isinstance(bound, MaximizedBound) and bound.by_few_nodes and not _is_found(bound, chunks, mode.point):
-                bound = MaximizedBound.of(bound.engine)
-                marginal, mode = found(bound, mode.point.h, FEW_TRIALS)
-            integral = None
-            if len(indices) <= MOST_ON_LATTICE:
-                integral = integrate_lattice(marginal, mode, moments)
-            elif len(indices) <= MOST_BY_IMPORTANCE:
-                num_points = NUM_POINTS if solved is None else FEW_POINTS
-                integral = integrate_by_importance(marginal, mode, moments, smoothed, num_points)
-            if integral is None or (_is_too_rough(integral) and solved is None):
-                integral = integrate_by_nuts(marginal, mode, moments, rng_key)
+            integrator = Integrator(
+                lambda nodes: self._bound_of(program, sites, rows, rng_key, nodes),
+                self._estimate_of,
+                mean,
+                deviation,
+                is_long,
+                rng_key,
+                lambda: bar.update(1),
+            )
+            bound, integral = integrator(None if start is None else np.asarray(start)[indices])
         _warn(integral, sites)
+        solved = bound if is_long and isinstance(bound, SparseMaximizedBound) else None
         return {
             "program": program,
             "gaussian": mixture_of(integral.design, indices, others, program.dtype, solved),
@@ -218,8 +188,9 @@ class Integration:
         if isinstance(bound, LogDensity) or bound.is_exact:
             return None
         if self._marginal == "bound":
-            is_rough = isinstance(bound, MaximizedBound) and bound.by_few_nodes
-            return (lambda *at: Estimate(bound.by_many_nodes(*at), jnp.zeros(()))) if is_rough else None
+            if bound.nodes == "usual":
+                return None
+            return lambda *at: Estimate(bound.by_many_nodes(*at), jnp.zeros(()))
         if isinstance(bound, SparseMaximizedBound):
             raise NotImplementedError(
                 f"marginal='importance' takes whole matrices, of at most {MOST_PARAMETERS} parameters: use "
@@ -250,8 +221,16 @@ class Integration:
         engine = self._conditional(program, sites, rows, default_key())
         return sparse_engine(engine, rows, given_params=True) is not None
 
-    def _bound_of(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> tuple[Bound, Any]:
-        """The maximized bound as a function of the sites, and the rows in the form that it takes."""
+    def _bound_of(
+        self,
+        program: Program,
+        sites: tuple[str, ...],
+        rows: Rows,
+        rng_key: Array,
+        nodes: Nodes | None = None,
+    ) -> tuple[Bound, Any]:
+        """The maximized bound as a function of the sites, and the rows in the form that it takes. ``nodes``: of its
+        expectations; default: few, if that is worth it."""
         if len(sites) == len(program.layout.site_names):
             if self._log_density is None or self._log_density.program is not program:
                 self._log_density = LogDensity(program)
@@ -263,14 +242,16 @@ class Integration:
                 f"given {', '.join(sites)}, the model has the latent sites {list(engine.program.layout.site_names)} "
                 f"outside the rows, and not {left}: integrate other sites."
             )
-        if program.layout.size > MOST_PARAMETERS:
+        effort, sparse = engine.effort, None
+        if program.layout.size > MOST_PARAMETERS or self._marginal == "bound":
             sparse = sparse_engine(engine, rows, given_params=True)
-            assert sparse is not None  # as choose() has found
+        if sparse is not None:
             chunks = chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
-            return SparseMaximizedBound.of(sparse, sparse.problem(rows), chunks), chunks
+            nodes = nodes or effort.nodes_of_many_solves(chunks.weights.size)
+            return SparseMaximizedBound.of(sparse, sparse.problem(rows), chunks, nodes), chunks
         chunks = distinct_chunks_of(engine, rows)
-        by_few_nodes = engine.effort.many_solves_take_few_nodes(chunks.weights.size)
-        return MaximizedBound.of(engine, by_few_nodes=by_few_nodes), chunks
+        nodes = nodes or effort.nodes_of_many_solves(chunks.weights.size)
+        return MaximizedBound.of(engine, effort.settings_of_many(), nodes), chunks
 
 
 def check_sites(argument: str, sites: object, choices: str) -> None:
@@ -308,60 +289,9 @@ def _prior_moments(program: Program) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(prior.mean), np.linalg.norm(np.asarray(prior.root), axis=1)
 
 
-def _moments_of(bound: Bound, point: Point, dtype: DTypeLike) -> tuple[np.ndarray, Root]:
-    """Mean and root of x at a point."""
-    if isinstance(bound, SparseMaximizedBound):
-        variance = bound.variances(point.start) if point.variance is None else point.variance
-        mean, variance, factor = jax.device_get((bound.mean(point.start), variance, point.start[1]))
-        return mean, SolvedRoot(factor, variance)
-    mean, root = bound.moments(jnp.asarray(point.h, dtype), point.start)
-    return np.asarray(mean, np.float64), np.asarray(root, np.float64)
-
-
 def _may_be_integrated_whole(program: Program) -> bool:
     """Whether quadrature over all sites finds more than one Gaussian does, and takes less than bounds given many."""
     return program.layout.size <= MOST_WITH_DENSITY and program.row_latents is None and not program.is_conjugate
-
-
-def _marginal(
-    bound: Bound, estimate: Callable[..., Estimate] | None, chunks: Any, dtype: DTypeLike, bar: Bar
-) -> Marginal:
-    def solve(h, start):
-        bar.update(1)
-        return bound.solve(jnp.asarray(h, dtype), chunks, start)
-
-    def gradient(h, start):
-        assert isinstance(bound, SparseMaximizedBound)
-        return bound.gradient(jnp.asarray(h, dtype), chunks, start)
-
-    estimated = None
-    if estimate is not None:
-        estimated = lambda h, start: estimate(jnp.asarray(h, dtype), chunks, start)  # noqa: E731
-    return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), solve, gradient, estimated)
-
-
-def _from_other_starts(
-    bound: Bound, marginal: Marginal, mode: Point, chunks: Any, size: int, dtype: DTypeLike
-) -> Point | None:
-    """A higher point at the h of the mode, if solves from draws of the prior lead to one. ``size``: of x."""
-    if bound.is_log_concave:
-        return None
-    draws, h = np.random.default_rng(0).normal(size=(NUM_OTHER_STARTS, size)), jnp.asarray(mode.h, dtype)
-    return marginal.higher_than(mode, (bound.begin(h, chunks, draw) for draw in draws))
-
-
-def _is_found(bound: MaximizedBound, chunks: Any, point: Point) -> bool:
-    """Whether few nodes have found q at a point."""
-    return bound.few_nodes_suffice(jnp.asarray(point.h, bound.engine.program.dtype), chunks, point.start)
-
-
-def _is_too_rough(integral: Integral) -> bool:
-    """Whether few of the points count, or moments by these may be off."""
-    return _few_count(integral.info) or integral.info.get("error", 0.0) > UNSETTLED
-
-
-def _few_count(info: Info) -> bool:
-    return info["method"] != "lattice" and (info["relative_sample_size"] < LEAST_SHARE or info["khat"] > MOST_KHAT)
 
 
 def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
@@ -381,7 +311,7 @@ def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
             f"the chains of {names} have not mixed: R-hat = {info['r_hat']:.2f}, and "
             f"{info['effective_sample_size']:.0f} effective draws. Compare with NUTS, started from posterior.nuts()."
         )
-    if _few_count(info):
+    if few_count(info):
         problems.append(
             f"few of the {len(info['points'])} points of {names} count (Pareto k = {info['khat']:.2f}): compare with "
             "NUTS, started from posterior.nuts()."

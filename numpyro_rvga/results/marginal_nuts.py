@@ -44,7 +44,7 @@ def integrate_by_nuts(marginal: Marginal, mode: Mode, moments: Moments, rng_key:
     chains = [NutsChain(evaluate, _start(evaluate, mode, rng), rng).draws(NUM_WARMUP) for _ in range(NUM_CHAINS)]
     draws, effective, r_hat = _until_enough(chains)
     h = center + np.array([draw.position.z for draw in draws]) @ axes.T
-    points = [marginal.estimated(draw.position.point) for draw in draws]
+    points = marginal.estimated([draw.position.point for draw in draws])
     log_weights, khat = smoothed(np.array([point.evidence - point.bound for point in points]))
     mass = np.exp(log_weights)
     mean, covariance = mass @ h, np.atleast_2d(np.cov(h.T, aweights=mass))

@@ -8,17 +8,19 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import FixedPointVI
+from numpyro_rvga.engines import effort
 from numpyro_rvga.engines.effort import Effort
-from numpyro_rvga.engines.maximized_bound import MaximizedBound
+from numpyro_rvga.engines.maximized_bound import MaximizedBound, SparseMaximizedBound
+from numpyro_rvga.model.terms import sparsity
 
-NUM_ROWS = 160
+NUM_ROWS, NUM_GROUPS = 160, 32
 
 
 def three_choices(group, x, y=None):
     """Two predictors in each row, of which the log-likelihood is no closed form."""
     scale = numpyro.sample("scale", dist.HalfNormal(1))
     slope = numpyro.sample("slope", dist.Normal(0, 1).expand([2]).to_event(1))
-    effect = numpyro.sample("effect", dist.Normal(0, scale).expand([8, 2]).to_event(2))
+    effect = numpyro.sample("effect", dist.Normal(0, scale).expand([NUM_GROUPS, 2]).to_event(2))
     with numpyro.plate("rows", len(x)):
         logits = jnp.pad(effect[group] + slope * x[:, None], ((0, 0), (1, 0)))
         numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
@@ -26,8 +28,8 @@ def three_choices(group, x, y=None):
 
 def data():
     rng = np.random.default_rng(0)
-    group, x = np.arange(NUM_ROWS) % 8, rng.normal(size=NUM_ROWS)
-    logits = np.c_[np.zeros(NUM_ROWS), rng.normal(size=(8, 2))[group] + np.array([1.0, -0.5]) * x[:, None]]
+    group, x = np.arange(NUM_ROWS) % NUM_GROUPS, rng.normal(size=NUM_ROWS)
+    logits = np.c_[np.zeros(NUM_ROWS), rng.normal(size=(NUM_GROUPS, 2))[group] + np.array([1.0, -0.5]) * x[:, None]]
     y = np.array([rng.choice(3, p=np.exp(v) / np.exp(v).sum()) for v in logits])
     return {"group": group, "x": x, "y": y}
 
@@ -35,37 +37,43 @@ def data():
 @pytest.fixture(scope="module")
 def by_many():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Effort, "many_solves_take_few_nodes", lambda self, num_rows: False)
+        patch.setattr(Effort, "nodes_of_many_solves", lambda self, num_rows: "usual")
         return FixedPointVI(three_choices, integrate=["scale"]).run(data(), progress_bar=False)
 
 
-def solves(monkeypatch, name):
-    """Whether a bound was by few nodes, at each call of one of its methods."""
-    called, method = [], getattr(MaximizedBound, name)
+@pytest.fixture
+def made(monkeypatch):
+    """The bounds that were made, of one kind or the other."""
+    bounds = []
+    for kind in (MaximizedBound, SparseMaximizedBound):
+        begin = kind.__init__
 
-    def recorded(self, *arguments):
-        called.append(self.by_few_nodes)
-        return method(self, *arguments)
+        def recorded(self, *arguments, begin=begin):
+            begin(self, *arguments)
+            bounds.append(self)
 
-    monkeypatch.setattr(MaximizedBound, name, recorded)
-    return called
+        monkeypatch.setattr(kind, "__init__", recorded)
+    return bounds
 
 
-def test_few_nodes_find_what_many_find(by_many, monkeypatch):
-    checked, evaluated = solves(monkeypatch, "few_nodes_suffice"), solves(monkeypatch, "_by_many_nodes")
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("called_for", ["few", "corrected", "usual"])
+def test_any_nodes_find_the_same(by_many, monkeypatch, made, called_for, is_packed):
+    """The nodes that what few of them have left calls for, whichever these are."""
+    for name in ("FEWEST_PARAMETERS", "FEWEST_IN_GROUPS", "FEWEST_IN_CHAIN") if is_packed else ():
+        monkeypatch.setattr(sparsity, name, 1)
+    tolerances = {"few": (np.inf, np.inf), "corrected": (-1.0, np.inf), "usual": (-1.0, -1.0)}[called_for]
+    monkeypatch.setattr(effort, "RULES_TOLERANCE", tolerances[0])
+    monkeypatch.setattr(effort, "CORRECTED_TOLERANCE", tolerances[1])
+    monkeypatch.setattr(effort, "CORRECTED_SHARE", np.inf)
     found = FixedPointVI(three_choices, integrate=["scale"]).run(data(), progress_bar=False)
-    assert checked == [True] and evaluated[0] is True
+    assert [bound.nodes for bound in made] == ["few", called_for][: 1 + (called_for != "few")]
+    assert {type(bound) for bound in made} == {SparseMaximizedBound if is_packed else MaximizedBound}
     np.testing.assert_allclose(found.elbo, by_many.elbo, atol=2e-3)
     deviation = by_many.gaussian.deviation()
-    np.testing.assert_allclose((found.mean - by_many.mean) / deviation, 0, atol=0.03)
-    np.testing.assert_allclose(np.log(found.gaussian.deviation() / deviation), 0, atol=0.02)
-
-
-def test_many_nodes_are_taken_where_few_do_not_suffice(by_many, monkeypatch):
-    monkeypatch.setattr(MaximizedBound, "few_nodes_suffice", lambda self, *at: False)
-    found = FixedPointVI(three_choices, integrate=["scale"]).run(data(), progress_bar=False)
-    np.testing.assert_allclose(found.elbo, by_many.elbo, atol=1e-6)
-    np.testing.assert_allclose(found.mean, by_many.mean, atol=1e-5)
+    atol = 0.03 if called_for == "few" else 5e-3
+    np.testing.assert_allclose((found.mean - by_many.mean) / deviation, 0, atol=atol)
+    np.testing.assert_allclose(np.log(found.gaussian.deviation() / deviation), 0, atol=atol)
 
 
 def test_what_few_nodes_leave_is_the_natural_gradient_by_better_ones(monkeypatch):
@@ -78,14 +86,13 @@ def test_what_few_nodes_leave_is_the_natural_gradient_by_better_ones(monkeypatch
             u, v = a * x, b + 0.1 * x
             numpyro.factor("y", 0.02 * jnp.sin(4 * u) * jnp.cos(3 * v) - 0.001 * (u - y) ** 2)
 
-    left = []
-    original = MaximizedBound.few_nodes_suffice
+    left, nodes_called_for = [], Effort.nodes_called_for
 
-    def recorded(self, params, chunks, start):
-        left.append(float(self._left(params, chunks, start)))
-        return original(self, params, chunks, start)
+    def recorded(self, of_few, size):
+        left.append(of_few)
+        return nodes_called_for(self, of_few, size)
 
-    monkeypatch.setattr(MaximizedBound, "few_nodes_suffice", recorded)
+    monkeypatch.setattr(Effort, "nodes_called_for", recorded)
     x = np.random.default_rng(0).normal(size=NUM_ROWS)
     FixedPointVI(oscillating, integrate=["scale"]).run({"x": x, "y": x}, rng_key=jax.random.key(0), progress_bar=False)
     assert len(left) == 1 and left[0] > 1e-2

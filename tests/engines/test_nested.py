@@ -217,6 +217,26 @@ def test_draws_by_the_bound_are_weighted_to_follow_the_evidence():
     np.testing.assert_allclose(integral.info["relative_sample_size"], np.exp(-0.25), atol=0.1)
 
 
+@pytest.mark.parametrize("slope", [0.0, 0.1])
+def test_estimates_are_computed_everywhere_unless_they_are_higher_by_as_much(slope):
+    evaluated = []
+
+    def estimate(h, start):
+        evaluated.append(h)
+        return Estimate(-0.5 * h @ h + 0.3 + slope * h[0], 0.0)
+
+    def solve(h, start):
+        return Maximum(-0.5 * h @ h, -h, (jnp.zeros(1), jnp.eye(1)), jnp.asarray(True))
+
+    marginal = Marginal(lambda h: None, solve, estimate=estimate)
+    points = [marginal(h) for h in np.random.default_rng(0).normal(size=(100, 3))]
+    for _ in range(2):
+        estimated = marginal.estimated(points)
+        expected = [-0.5 * point.h @ point.h + 0.3 + slope * point.h[0] for point in points]
+        np.testing.assert_allclose([point.evidence for point in estimated], expected, atol=1e-6)
+    assert len(evaluated) < 20 if slope == 0 else len(evaluated) >= 200
+
+
 def test_improper_marginal_is_reported():
     marginal = Marginal(lambda h: None, lambda h, start: Maximum(-1e-9 * h[0] ** 2, -2e-9 * h, start, True))
     mode = find_mode(marginal, np.zeros(1), np.ones(1))

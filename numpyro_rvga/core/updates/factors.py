@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,9 @@ class Factors(NamedTuple, Generic[Jacobian]):
 
 
 Expect = Callable[..., tuple[Moments, Array]]
+Nodes = Literal["usual", "few", "corrected", "values"]
+"""Which expectations a search takes: the usual ones; those by few nodes where there are such rules, or these corrected,
+see :class:`Kind`; or values alone, by many, where they would be by few."""
 
 
 class Kind(NamedTuple):
@@ -96,6 +99,15 @@ class Kind(NamedTuple):
             return (values, jnp.zeros_like(means), jnp.zeros_like(covariances)), errors
 
         return self._replace(expect=expect)
+
+    def by_nodes(self, nodes: Nodes, is_corrected: Array | np.ndarray | None = None) -> Kind:
+        """The kind with the expectations that a search asks for.
+
+        :param is_corrected: of those by few nodes.
+        """
+        if nodes in ("few", "corrected"):
+            return self.by_few_nodes(jnp.asarray(True) if nodes == "corrected" else is_corrected)
+        return self.values_alone() if nodes == "values" else self
 
     def by_few_draws(self, is_coarse: Array | np.ndarray | None) -> Kind:
         """The kind with expectations by few draws where a traced flag says so; None: unchanged."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +76,44 @@ def curvature_at(search: Search, objective: Objective, mean: Array) -> Array:
     return objective.curvature(mean, objective.expect(mean, None).hessians, not search.log_concave)
 
 
+def bound_of(joint: Joint, mean: Array, factor: Array) -> Array:
+    """The bound at a q.
+
+    :param joint: with precisions that are no weights of rows. :param factor: the Cholesky factor of the precision.
+    """
+    base, form, _ = joint.start()
+    root: Any = form.covariance_root(factor)
+    slope = maximize.with_base(base, form, mean, _expected_at(joint, mean, root))
+    return slope.value - 0.5 * (form.trace(factor, root) - mean.size) - form.half_log_determinant(factor)
+
+
+def change_of_natural_gradient(joint_at: Callable[[Array], Joint], mean: Array, factor: Array) -> Array:
+    """The squared length, in nats, of what a traced flag changes of the natural gradient at a q.
+
+    :param factor: the Cholesky factor of the precision.
+    """
+
+    def slopes(flag: Array) -> tuple[Array, Array]:
+        joint = joint_at(flag)
+        expected = _expected_at(joint, mean, form.covariance_root(factor))
+        return expected.gradient, joint.objective.curvature(mean, expected.hessians, False)
+
+    form: Any = joint_at(jnp.asarray(False)).start().form
+    gradients, curvatures = lax.map(slopes, jnp.array([False, True]))
+    of_mean, of_precision = gradients[1] - gradients[0], curvatures[1] - curvatures[0]
+    square, _ = form.products(factor, form.covariance_root(factor), of_precision, of_precision)
+    return of_mean @ form.solver(factor)(of_mean) + 0.5 * square
+
+
+def _expected_at(joint: Joint, mean: Array, covariance_root: PyTree) -> Expected:
+    """Expectations over the factors. ``covariance_root``: as a form of precisions has it."""
+    return joint.objective.expect(mean, joint.objective.predictor_covariances(mean, covariance_root))
+
+
 def bound_at(joint: Joint, base: Base, mean: Array, root: Array) -> tuple[Array, Sums]:
     """The bound at N(mean, root root^T), with root lower triangular or its transpose, and the sums over factors."""
     precision, linear = base_terms(base, mean)
-    expected = joint.objective.expect(mean, joint.objective.predictor_covariances(mean, root.T))
+    expected = _expected_at(joint, mean, root.T)
     sums = Sums(expected.value, expected.gradient, joint.objective.curvature(mean, expected.hessians, False))
     entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * mean.size
     trace = jnp.sum(root * (precision @ root))

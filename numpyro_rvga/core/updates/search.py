@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from ..pytrees import PyTree
+from .factors import Nodes
 
 RTOL = 1e-6
 
@@ -66,8 +67,7 @@ class Search(NamedTuple):
     :ivar staged: whether the objective computes its parts one after the other, as it does where predictors are affine.
         Their covariances do not depend on the mean then, and its Newton steps take no product of matrices. So the
         host solves for the mean after each step of the covariance, which takes a third as many steps as both at once.
-    :ivar nodes: which expectations the objective has: the ``"usual"`` ones, those by ``"few"`` nodes where there are
-        such rules, or ``"values"`` alone, by many, where they would be by few.
+    :ivar nodes: which expectations the objective has.
     """
 
     settings: Settings
@@ -77,7 +77,7 @@ class Search(NamedTuple):
     alternating: bool = False
     seek_scale: bool = False
     staged: bool = False
-    nodes: Literal["usual", "few", "values"] = "usual"
+    nodes: Nodes = "usual"
 
     @property
     def solves_for_mean(self) -> bool:

@@ -1,4 +1,4 @@
-"""The integral of exp L(h) over three to thirty parameters h, by importance sampling.
+"""The integral of exp L(h) over three to forty parameters h, by importance sampling.
 
 A polynomial f is fitted to L and its gradients at the points. The integral and the moments of exp(f) are averages over
 thousands of points, and only the difference exp(L) - exp(f) is averaged over few: f is a control variate. The first
@@ -178,7 +178,7 @@ def _sampled(marginal: Marginal, given: ProfileCoordinates, most: int, seed: int
         for proposal in new:
             z = np.concatenate([z, _drawn(proposal, proposals, profiles, controls, seed, rng)])
             proposals.append(proposal)
-        points += [marginal.estimated(marginal.with_gradient(center + axes @ one)) for one in z[len(points) :]]
+        points += marginal.estimated([marginal.with_gradient(center + axes @ one) for one in z[len(points) :]])
         gradients = np.array([_finite_gradient(point) for point in points]) @ axes
         sample = _Sample(points, z, gradients, _log_density(proposals, profiles, z))
         moments, surrogate = _moments_of(sample, profiles, controls)

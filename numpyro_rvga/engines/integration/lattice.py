@@ -10,7 +10,7 @@ import numpy as np
 
 from .nested import ABOVE, Design, Integral, Marginal, Mode, Moments, Point, Root, stacked, variances_of
 
-DROP = 10.0  # nats below the highest point, where the marginal is cut off
+DROP = 8.0  # nats below the highest point, where the marginal is cut off
 SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mode
 CONVERGED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
 MAX_POINTS = 1_000
@@ -48,7 +48,7 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
     scale = spacing * mode.axes
     x_means, x_roots = zip(*[of_x[id(point)] for point in kept.values()])
     x_means, x_roots = np.array(x_means), stacked(x_roots)
-    points = [marginal.estimated(point) for point in kept.values()]
+    points = marginal.estimated(list(kept.values()))
     bounds = np.array([point.evidence for point in points])
     highest = bounds.max()
     mass = np.exp(bounds - highest)
@@ -70,8 +70,10 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
         "is_complete": complete,
         "change_at_doubled_spacing": change,
     }
-    fine = _refined(list(kept), design, bounds, points)
-    return Integral.over(points, mass, fine, float(log_evidence), info)
+    if isinstance(design.roots, np.ndarray):
+        gradients = np.array([marginal.with_gradient(point.h, point).gradient for point in points])
+        design = _refined(list(kept), design, bounds, gradients)
+    return Integral.over(points, mass, design, float(log_evidence), info)
 
 
 def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool:
@@ -150,15 +152,16 @@ def _lattice_slopes(kept: dict, means: np.ndarray, scale: np.ndarray) -> np.ndar
     return along @ np.linalg.inv(scale)
 
 
-def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, points: list[Point]) -> Design:
+def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, gradients: np.ndarray) -> Design:
     """The design on a finer lattice, by interpolation.
 
     With the hat functions of the coarse lattice, sum hat_k (f_k + f'_k (h - h_k) / 2) is exact for quadratic f. The
     standard deviations of x given h are interpolated as logarithms.
+
+    :param gradients: of the bounds, (K, d).
     """
-    if not isinstance(design.roots, np.ndarray):
-        return design
-    size, gradients = len(kept[0]), np.array([point.gradient for point in points])
+    size = len(kept[0])
+    assert isinstance(design.roots, np.ndarray)
     wanted = REFINEMENT[size]
     factor = int(np.clip((MOST_NUMBERS / max(1, design.roots.size)) ** (1 / size), 1, wanted))
     if factor == 1:

@@ -28,6 +28,7 @@ class LogDensity:
     entries, for which there is nothing to maximize. Its chunks of rows are :func:`weighted_rows`."""
 
     is_log_concave = True  # in the entries that are none
+    nodes = "usual"  # there are no expectations
 
     def __init__(self, program: Program):
         self.program = program

@@ -34,6 +34,8 @@ SAME_PLACE = 0.5  # standard deviations, within which axes are not measured agai
 ABOVE = 0.5  # nats, by which a point may be higher than the mode
 DECONVOLUTIONS = 200
 KERNEL_REACH = 8.0  # standard deviations, beyond which a kernel is nothing in double precision
+NUM_COMPARED = 12  # points at which estimates are compared with L
+SAME_RISE = 3e-3  # nats: the standard deviation of differences that are taken for the same
 FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wider
 
 
@@ -77,6 +79,7 @@ class Marginal:
         self.points: list[Point] = []
         self._places: np.ndarray | None = None  # their h, (K, d)
         self._cache: dict[bytes, Point] = {}
+        self._rise: float | None = None  # of estimates over L, NaN if these must be computed; None: not known yet
 
     def with_gradient(self, h: np.ndarray, near: Point | None = None) -> Point:
         """L at h with its gradient, which may take a computation of its own."""
@@ -90,10 +93,31 @@ class Marginal:
         self._cache[h.tobytes()] = point = point._replace(gradient=gradient, variance=variance)
         return point
 
-    def estimated(self, point: Point) -> Point:
-        """The point with its estimate of log p(y, h), where there is one. Searches go by L: estimates take longer."""
-        if self._estimate is None or not np.isfinite(point.bound):
+    def estimated(self, points: Sequence[Point]) -> list[Point]:
+        """The points with estimates of log p(y, h), where there are any: searches go by L, which takes less. If some of
+        them have no errors, and are higher than L by about as much everywhere, the others are so too."""
+        if self._estimate is None:
+            return list(points)
+        if self._rise is None and len(points) > 2 * NUM_COMPARED:
+            self._rise = self._common_rise(points)
+        if self._rise is None or np.isnan(self._rise):
+            return [self._estimated(point) for point in points]
+        return [point._replace(evidence=point.bound + self._rise) for point in points]
+
+    def _common_rise(self, points: Sequence[Point]) -> float:
+        """By how much estimates are higher than L, if that is the same at some of the higher half of the points; else
+        NaN."""
+        finite = sorted((p for p in points if np.isfinite(p.bound)), key=lambda point: -point.bound)
+        half = finite[: len(points) // 2]
+        compared = [self._estimated(point) for point in half[:: max(1, len(half) // NUM_COMPARED)]]
+        rises = np.array([point.evidence - point.bound for point in compared])
+        is_common = np.std(rises) < SAME_RISE and all(point.error == 0 for point in compared)
+        return float(np.mean(rises)) if is_common else np.nan
+
+    def _estimated(self, point: Point) -> Point:
+        if not np.isfinite(point.bound):
             return point
+        assert self._estimate is not None
         estimate = self._estimate(point.h, point.start)
         evidence = float(estimate.value)
         return point._replace(evidence=evidence if np.isfinite(evidence) else -np.inf, error=float(estimate.error))

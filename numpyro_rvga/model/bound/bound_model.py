@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
-from numpyro.distributions.transforms import IdentityTransform
+from numpyro.distributions.transforms import IdentityTransform, ZeroSumTransform
 
 from ...core.compilation import abstractly, at_once
 from ...core.jaxprs.interpret import depends_on
@@ -29,6 +29,8 @@ from ..layout import Layout, layout_of
 from ..terms.local_sites import LocalSites, RowFacts, bounds_of, most_states, states_at, states_between
 from . import validation
 from .model_runs import ModelRuns, Parameters, ReadingOptions, Replay, parameters_of
+
+LINEAR = (IdentityTransform, ZeroSumTransform)  # transforms from unconstrained space
 
 
 class ImproperPrior(ValueError):
@@ -272,13 +274,14 @@ class BoundModel(ModelRuns):
         return (z, states), (alone, {name: of_each(x, local.shapes[name]) for name, x in states.items()})
 
     @functools.cached_property
-    def real_sites(self) -> frozenset[str]:
-        """The latent sites whose support is the whole real line."""
+    def linear_sites(self) -> frozenset[str]:
+        """The latent sites whose values are linear functions of unconstrained ones: numbers of the whole real line, or
+        such that sum to zero."""
 
         def found(rows):
             records = sample_sites(*self._run(rows, {}))
             transforms = {name: site_transform(records[name].fn) for name in self.layout.site_names}
-            return frozenset(name for name, own in transforms.items() if isinstance(own, IdentityTransform))
+            return frozenset(name for name, own in transforms.items() if isinstance(own, LINEAR))
 
         return self.abstractly(found, self.example_row)
 

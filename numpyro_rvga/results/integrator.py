@@ -1,0 +1,106 @@
+"""How hyperparameters are integrated out: with which nodes, and over which points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from ..core.groups.importance import Estimate
+from ..core.updates.factors import Nodes
+from ..engines.integration.bounds import Bound, from_other_starts, marginal_of, moments_of, nodes_called_for
+from ..engines.integration.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
+from ..engines.integration.lattice import integrate_lattice
+from ..engines.integration.nested import NUM_TRIALS, Integral, Marginal, Mode, find_mode
+from ..options import Info
+from .arviz import smoothed
+from .marginal_nuts import integrate_by_nuts
+
+MOST_ON_LATTICE = 2  # parameters
+MOST_BY_IMPORTANCE = 40
+FEW_TRIALS = 2  # of the prior for each parameter, where each point takes long, or the mode is known about
+LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
+MOST_KHAT = 0.7
+FAR_OFF = 0.2  # standard deviations: errors of moments, above which it does
+CONVERGED = 0.999  # of the mass, at points where the bound is maximized
+
+
+@dataclass(frozen=True)
+class Integrator:
+    """The integral of exp L(h) over the hyperparameters h.
+
+    :ivar bound_of: nodes of expectations, or None for those to begin with -> L, and the rows as it takes them.
+    :ivar estimate_of: L -> the estimate of log p(y, h) in its place; None: there is none.
+    :ivar mean: of h under the prior, (d,), and its standard ``deviation``, (d,).
+    :ivar is_long: whether the Gaussians given h are kept packed. :ivar on_solve: called with each solve.
+    """
+
+    bound_of: Callable[[Nodes | None], tuple[Bound, Any]]
+    estimate_of: Callable[[Bound], Callable[..., Estimate] | None]
+    mean: np.ndarray
+    deviation: np.ndarray
+    is_long: bool
+    rng_key: Array
+    on_solve: Callable[[], object]
+
+    def __call__(self, start: np.ndarray | None) -> tuple[Bound, Integral]:
+        """The integral, and the bound of whose solves it is. ``start``: where the search for the mode begins."""
+        bound, chunks, marginal, mode = self._mode(None, start, FEW_TRIALS if self.is_long else NUM_TRIALS)
+        nodes = nodes_called_for(bound, chunks, mode.point)
+        if nodes == "corrected":
+            integral = self._by_corrected_nodes(mode)
+            if integral is not None:
+                return integral
+            nodes = "usual"
+        if nodes != bound.nodes:
+            bound, _, marginal, mode = self._mode(nodes, mode.point.h, FEW_TRIALS)
+        return bound, self._integral(bound, marginal, mode)
+
+    def _by_corrected_nodes(self, mode: Mode) -> tuple[Bound, Integral] | None:
+        """The integral around a mode by few nodes; None if searches by corrected ones do not come to rest."""
+        bound, _, marginal = self._marginal("corrected")
+        point = marginal.with_gradient(mode.point.h)
+        if not point.converged:
+            return None
+        integral = self._integral(bound, marginal, mode._replace(point=point))
+        return (bound, integral) if integral.converged > CONVERGED else None
+
+    def _marginal(self, nodes: Nodes | None) -> tuple[Bound, Any, Marginal]:
+        bound, chunks = self.bound_of(nodes)
+        return bound, chunks, marginal_of(bound, self.estimate_of(bound), chunks, self.on_solve)
+
+    def _mode(
+        self, nodes: Nodes | None, start: np.ndarray | None, num_trials: int
+    ) -> tuple[Bound, Any, Marginal, Mode]:
+        bound, chunks, marginal = self._marginal(nodes)
+        mode = find_mode(marginal, self.mean, self.deviation, start, num_trials)
+        higher = from_other_starts(bound, marginal, mode.point, chunks)
+        if higher is not None:
+            marginal = marginal.begun_again(higher)
+            mode = find_mode(marginal, self.mean, self.deviation, higher.h, FEW_TRIALS)
+        return bound, chunks, marginal, mode
+
+    def _integral(self, bound: Bound, marginal: Marginal, mode: Mode) -> Integral:
+        moments, integral = partial(moments_of, bound, is_packed=self.is_long), None
+        if len(self.mean) <= MOST_ON_LATTICE:
+            integral = integrate_lattice(marginal, mode, moments)
+        elif len(self.mean) <= MOST_BY_IMPORTANCE:
+            num_points = FEW_POINTS if self.is_long else NUM_POINTS
+            integral = integrate_by_importance(marginal, mode, moments, smoothed, num_points)
+        if integral is None or (_is_too_rough(integral.info) and not self.is_long):
+            integral = integrate_by_nuts(marginal, mode, moments, self.rng_key)
+        return integral
+
+
+def few_count(info: Info) -> bool:
+    """Whether few of an integral's points have most of the mass; of its ``info``."""
+    return info["method"] != "lattice" and (info["relative_sample_size"] < LEAST_SHARE or info["khat"] > MOST_KHAT)
+
+
+def _is_too_rough(info: Info) -> bool:
+    """Whether few of the points count, or moments by these may be far off."""
+    return few_count(info) or info.get("error", 0.0) > FAR_OFF
