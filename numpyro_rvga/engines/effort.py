@@ -179,7 +179,10 @@ class Effort(NamedTuple):
         corrected ones, in nats. These in turn leave a part of it, which is spread over ``size`` parameters."""
         if left <= self.few_nodes_tolerance:
             return "few"
-        return "corrected" if left <= min(CORRECTED_TOLERANCE, CORRECTED_SHARE * size) else "usual"
+        # Corrections of more predictors are along the axes alone, and no others evaluate the bound.
+        can_be_corrected = all(kind.values is not None for kind, _ in self._with_few)
+        is_little = left <= min(CORRECTED_TOLERANCE, CORRECTED_SHARE * size)
+        return "corrected" if can_be_corrected and is_little else "usual"
 
     def is_little_work(self, num_rows: int, *, by_few_nodes: bool = False, most: int = LITTLE_WORK) -> bool:
         """Whether an evaluation takes so little time that it is not worth being compiled well.

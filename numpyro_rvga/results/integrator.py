@@ -15,7 +15,7 @@ from ..core.updates.factors import Nodes
 from ..engines.integration.bounds import Bound, from_other_starts, marginal_of, moments_of, nodes_called_for
 from ..engines.integration.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
 from ..engines.integration.lattice import integrate_lattice
-from ..engines.integration.nested import NUM_TRIALS, Integral, Marginal, Mode, find_mode
+from ..engines.integration.nested import ABOVE, NUM_TRIALS, Integral, Marginal, Mode, find_mode
 from ..options import Info
 from .arviz import smoothed
 from .marginal_nuts import integrate_by_nuts
@@ -61,10 +61,10 @@ class Integrator:
         return bound, self._integral(bound, marginal, mode)
 
     def _by_corrected_nodes(self, mode: Mode) -> tuple[Bound, Integral] | None:
-        """The integral around a mode by few nodes; None if searches by corrected ones do not come to rest."""
+        """The integral around a mode by few nodes; None if searches by corrected ones do not come to rest, or lower."""
         bound, _, marginal = self._marginal("corrected")
-        point = marginal.with_gradient(mode.point.h)
-        if not point.converged:
+        point = marginal.with_gradient(mode.point.h, mode.point)
+        if not point.converged or point.bound < mode.point.bound - ABOVE:
             return None
         integral = self._integral(bound, marginal, mode._replace(point=point))
         return (bound, integral) if integral.converged > CONVERGED else None

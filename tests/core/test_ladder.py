@@ -1,5 +1,7 @@
 """Expectations on the ladder against dense numerical integration, and the errors that it reports."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +167,22 @@ def test_what_few_nodes_miss_of_the_next_derivatives_is_what_corrected_ones_add(
     np.testing.assert_allclose(slopes(), (0, 54) if degree == 6 else (63, 0), atol=1e-4)
     exact = (0, 90) if degree == 6 else (105, 0)
     np.testing.assert_allclose(slopes(is_corrected=jnp.asarray(True)), exact, rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("phi, size", [each for each in SMOOTH if each[1] > 1])
+def test_values_that_are_corrected_for_good_have_the_corrected_slopes(phi, size):
+    """A bound at a q that corrected expectations have found is stationary in q by these alone."""
+    means, covariances, outcomes = factors(size, 1.0)
+    corrected = partial(expectations(phi, size, effort="few"), is_corrected=np.asarray(True))
+
+    def total(means, covariances):
+        (values, _, _), _ = corrected(means, covariances, outcomes)
+        return jnp.sum(values)
+
+    (_, gradients, hessians), _ = corrected(means, covariances, outcomes)
+    in_mean, in_covariance = jax.grad(total, (0, 1))(means, covariances)
+    np.testing.assert_allclose(in_mean, gradients, rtol=1e-6)
+    np.testing.assert_allclose(in_covariance, 0.5 * hessians, rtol=1e-6)
 
 
 @pytest.mark.parametrize("deviation", [0.3, 1.0])

@@ -85,10 +85,17 @@ def expectations(
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
     if effort == "few":
         first = partial(_by_first_rule, phi, num_predictors, tolerances, cost)
-        few = _differentiable(lambda *factors: first(*factors)[1:], phi, fifth_degree_rule(num_predictors))
+        few, corrected = (
+            _differentiable(partial(_moments_by, first, flag), phi, fifth_degree_rule(num_predictors))
+            for flag in (None, np.asarray(True))
+        )
 
-        def by_few_nodes(*factors: Any, is_corrected: Array | None = None) -> tuple[Moments, Array]:
-            return few(*factors) if is_corrected is None else first(*factors, is_corrected=is_corrected)[1:]
+        def by_few_nodes(*factors: Any, is_corrected: Array | np.ndarray | None = None) -> tuple[Moments, Array]:
+            if is_corrected is None:
+                return few(*factors)
+            if isinstance(is_corrected, np.ndarray):  # for good, and so with slopes
+                return corrected(*factors) if is_corrected else few(*factors)
+            return _moments_by(first, is_corrected, *factors)
 
         return by_few_nodes
     batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
@@ -131,6 +138,13 @@ def _by_first_rule(
     num_points = len(fifth_degree_nodes(num_predictors)[0])
     first = jax.vmap(partial(_first_rule, phi, tolerances, is_corrected=is_corrected))
     return _in_chunks(first, num_points, cost, (means, covariances, constants))
+
+
+def _moments_by(
+    rule: Callable[..., tuple[Factor, Moments, Array]], is_corrected: Array | np.ndarray | None, *factors: Any
+) -> tuple[Moments, Array]:
+    _, moments, errors = rule(*factors, is_corrected=is_corrected)
+    return moments, errors
 
 
 def _in_chunks(function: Callable, num_points: int, cost: int, arguments: tuple) -> PyTree:

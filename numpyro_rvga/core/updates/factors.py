@@ -106,7 +106,7 @@ class Kind(NamedTuple):
         :param is_corrected: of those by few nodes.
         """
         if nodes in ("few", "corrected"):
-            return self.by_few_nodes(jnp.asarray(True) if nodes == "corrected" else is_corrected)
+            return self.by_few_nodes(np.asarray(True) if nodes == "corrected" else is_corrected)
         return self.values_alone() if nodes == "values" else self
 
     def by_few_draws(self, is_coarse: Array | np.ndarray | None) -> Kind:

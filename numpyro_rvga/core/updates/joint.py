@@ -88,7 +88,8 @@ def bound_of(joint: Joint, mean: Array, factor: Array) -> Array:
 
 
 def change_of_natural_gradient(joint_at: Callable[[Array], Joint], mean: Array, factor: Array) -> Array:
-    """The squared length, in nats, of what a traced flag changes of the natural gradient at a q.
+    """The squared length, in nats, of what a traced flag changes of the natural gradient at a q; of packed precisions,
+    an estimate.
 
     :param factor: the Cholesky factor of the precision.
     """

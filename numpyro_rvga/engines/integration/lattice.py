@@ -5,16 +5,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
-from .nested import ABOVE, Design, Integral, Marginal, Mode, Moments, Point, Root, stacked, variances_of
+from ...model.bad_rows import NotFinite
+from .nested import ABOVE, NOT_FINITE, Design, Integral, Marginal, Mode, Moments, Point, Root, stacked, variances_of
 
-DROP = 8.0  # nats below the highest point, where the marginal is cut off
+DROP = 10.0  # nats below the highest point, where the marginal is cut off
 SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mode
 CONVERGED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
 MAX_POINTS = 1_000
 MOST_AT_EDGE = math.log(1e-3)  # share of the mass in points whose neighbors are left out, in a complete lattice
+MOST_BESIDE_NOTHING = 0.05  # share of the mass next to points without a finite bound: more may be lost there
 MAX_HALVINGS = 2
 REFINEMENT = {1: 4, 2: 3}  # of a lattice by interpolation, by its dimension
 MOST_NUMBERS = 2**27  # in the roots of all points
@@ -54,6 +57,8 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
     mass = np.exp(bounds - highest)
     log_evidence = highest + np.log(mass.sum()) + np.linalg.slogdet(scale)[1]
     mass /= mass.sum()
+    if mass @ [_is_beside_nothing(index, lattice) for index in kept] > MOST_BESIDE_NOTHING:
+        raise NotFinite(NOT_FINITE)
     design = Design(
         np.array([point.h for point in points]),
         mass,
@@ -72,7 +77,8 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
     }
     if isinstance(design.roots, np.ndarray):
         gradients = np.array([marginal.with_gradient(point.h, point).gradient for point in points])
-        design = _refined(list(kept), design, bounds, gradients)
+        if np.isfinite(gradients).all():
+            design = _refined(list(kept), design, bounds, gradients)
     return Integral.over(points, mass, design, float(log_evidence), info)
 
 
@@ -91,8 +97,7 @@ def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool
         negative, _, index = heapq.heappop(queue)
         if -negative < floor:
             return True
-        for axis, sign in itertools.product(range(len(index)), (1, -1)):
-            neighbor = tuple(i + sign * (axis == j) for j, i in enumerate(index))
+        for neighbor in _neighbors(index):
             if neighbor in lattice:
                 continue
             if len(lattice) >= MAX_POINTS:
@@ -105,6 +110,17 @@ def _grow(marginal: Marginal, lattice: dict, mode: Mode, spacing: float) -> bool
             lattice[neighbor] = _trusted(marginal(h, lattice[index]), mode)
             heapq.heappush(queue, (-lattice[neighbor].bound, next(count), neighbor))
     return True
+
+
+def _neighbors(index: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The places next to one in a lattice."""
+    for axis, sign in itertools.product(range(len(index)), (1, -1)):
+        yield tuple(i + sign * (axis == j) for j, i in enumerate(index))
+
+
+def _is_beside_nothing(index: tuple[int, ...], lattice: dict) -> bool:
+    """Whether L is not finite next to a point."""
+    return any(other in lattice and not np.isfinite(lattice[other].bound) for other in _neighbors(index))
 
 
 def _trusted(point: Point, mode: Mode) -> Point:

@@ -35,8 +35,12 @@ ABOVE = 0.5  # nats, by which a point may be higher than the mode
 DECONVOLUTIONS = 200
 KERNEL_REACH = 8.0  # standard deviations, beyond which a kernel is nothing in double precision
 NUM_COMPARED = 12  # points at which estimates are compared with L
-SAME_RISE = 3e-3  # nats: the standard deviation of differences that are taken for the same
+SAME_RISE = 0.01  # nats: by how much the largest and the least of differences that are taken for the same may differ
 FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wider
+NOT_FINITE = (
+    "given the hyperparameters, the bound or its slope is not finite around the best point that was found. Use float64 "
+    "(numpyro.enable_x64()), or leave integrate at False."
+)
 
 
 class Point(NamedTuple):
@@ -79,7 +83,6 @@ class Marginal:
         self.points: list[Point] = []
         self._places: np.ndarray | None = None  # their h, (K, d)
         self._cache: dict[bytes, Point] = {}
-        self._rise: float | None = None  # of estimates over L, NaN if these must be computed; None: not known yet
 
     def with_gradient(self, h: np.ndarray, near: Point | None = None) -> Point:
         """L at h with its gradient, which may take a computation of its own."""
@@ -98,21 +101,21 @@ class Marginal:
         them have no errors, and are higher than L by about as much everywhere, the others are so too."""
         if self._estimate is None:
             return list(points)
-        if self._rise is None and len(points) > 2 * NUM_COMPARED:
-            self._rise = self._common_rise(points)
-        if self._rise is None or np.isnan(self._rise):
+        rise = self._common_rise(points) if len(points) > 2 * NUM_COMPARED else None
+        if rise is None:
             return [self._estimated(point) for point in points]
-        return [point._replace(evidence=point.bound + self._rise) for point in points]
+        return [point._replace(evidence=point.bound + rise) for point in points]
 
-    def _common_rise(self, points: Sequence[Point]) -> float:
-        """By how much estimates are higher than L, if that is the same at some of the higher half of the points; else
-        NaN."""
+    def _common_rise(self, points: Sequence[Point]) -> float | None:
+        """By how much estimates are higher than L, if that is the same at some points, from high to low; else None."""
         finite = sorted((p for p in points if np.isfinite(p.bound)), key=lambda point: -point.bound)
-        half = finite[: len(points) // 2]
-        compared = [self._estimated(point) for point in half[:: max(1, len(half) // NUM_COMPARED)]]
-        rises = np.array([point.evidence - point.bound for point in compared])
-        is_common = np.std(rises) < SAME_RISE and all(point.error == 0 for point in compared)
-        return float(np.mean(rises)) if is_common else np.nan
+        rises: list[float] = []
+        for k in np.linspace(0, len(finite) - 1, NUM_COMPARED).astype(int) if len(finite) >= NUM_COMPARED else ():
+            point = self._estimated(finite[k])
+            rises.append(point.evidence - point.bound)
+            if point.error or not np.isfinite(rises[-1]) or np.ptp(rises) > SAME_RISE:
+                return None
+        return float(np.mean(rises)) if rises else None
 
     def _estimated(self, point: Point) -> Point:
         if not np.isfinite(point.bound):
@@ -287,10 +290,7 @@ def _axes(marginal: Marginal, mode: Point, deviation: np.ndarray, width: np.ndar
         columns.append(column)
     hessian = deviation * np.array(columns) * deviation[:, None]
     if not np.isfinite(hessian).all():
-        raise NotFinite(
-            "given the hyperparameters, the bound or its slope is not finite around the best point that was found. Use "
-            "float64 (numpyro.enable_x64()), or leave integrate at False."
-        )
+        raise NotFinite(NOT_FINITE)
     values, vectors = np.linalg.eigh(0.5 * (hessian + hessian.T))
     values = np.where(np.isfinite(values), np.maximum(values, FLATTEST**-2), FLATTEST**-2)
     return deviation[:, None] * (vectors / np.sqrt(values)) @ vectors.T
