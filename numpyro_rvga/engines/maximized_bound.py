@@ -26,7 +26,6 @@ from ..core.updates.joint import (
 )
 from ..core.updates.objective import is_log_concave, is_quadratic
 from ..core.updates.search import Search, Settings, Solution
-from ..model import Program
 from ..model.data.arguments import PARAMS
 from ..progress import Bar
 from .engine import Engine
@@ -64,7 +63,8 @@ class MaximizedBound:
     kernel's length scale changes; the same q over function values would not.)
 
     :param settings: when a solve stops; default: as the only one of all rows.
-    :ivar engine: of which it is. :ivar is_exact: whether L(h) is log p(y, h): all terms are quadratic given h.
+    :ivar engine: of which it is, and its ``program``.
+    :ivar is_exact: whether L(h) is log p(y, h): all terms are quadratic given h.
     :ivar nodes: of expectations. Where they are few, :meth:`by_many_nodes` has the bound.
     :ivar is_log_concave: whether no q but the best one is a maximum, whatever the parameters.
     :ivar begin: params (K,), chunks of rows, as :func:`~.row_chunks.chunks_of` makes them, and a mean (P,), default the
@@ -79,7 +79,7 @@ class MaximizedBound:
         return engine.once((cls, engine.program, settings, nodes), lambda: cls(engine, settings, nodes))
 
     def __init__(self, engine: Engine, settings: Settings | None = None, nodes: Nodes = "usual"):
-        self.engine, self.nodes, self._settings = engine, nodes, settings
+        self.engine, self.program, self.nodes, self._settings = engine, engine.program, nodes, settings
         self.is_exact = is_quadratic((*engine.kinds, *engine.prior_kinds))
         self.is_log_concave = is_log_concave((*engine.kinds, *engine.prior_kinds))
         _ = engine.program.initial_state  # what is drawn from the prior is drawn here, outside of compiled functions
@@ -87,11 +87,6 @@ class MaximizedBound:
         self.solve, self.moments = engine.compiled(self._solve), engine.compiled(self._moments)
         self._left = engine.compiled(self._left_by_few_nodes, level=0)  # called once
         self.by_many_nodes = engine.compiled(self._by_many_nodes)
-
-    @property
-    def program(self) -> Program:
-        """The model given the parameters."""
-        return self.engine.program
 
     def nodes_called_for(self, params: Array, chunks: RowChunks, start: Start) -> Nodes:
         """The fewest nodes that find q, if few ones have found one: others would hardly move it."""
@@ -112,7 +107,7 @@ class MaximizedBound:
         :param nodes: default: those of this bound.
         :param is_corrected: see :class:`~numpyro_rvga.core.updates.factors.Kind`.
         """
-        program = self.engine.program
+        program = self.program
         state = program.initial_state_at(params)
         inputs = program.prior_inputs | {PARAMS: params}
         problem = JointProblem(state, chunks, inputs, init=start, is_corrected=is_corrected)
@@ -123,7 +118,7 @@ class MaximizedBound:
         return search, self.engine.joint_parts(search, problem)
 
     def begin(self, params: Array | np.ndarray, chunks: RowChunks, mean: Array | np.ndarray | None = None) -> Start:
-        program = self.engine.program
+        program = self.program
         mean = jnp.zeros(program.layout.size, program.dtype) if mean is None else jnp.asarray(mean, program.dtype)
         return (mean, jnp.eye(mean.size, dtype=mean.dtype)) if self.is_exact else self._begun(params, chunks, mean)
 
@@ -158,7 +153,7 @@ class MaximizedBound:
         return bound_of(joint, mean, jnp.linalg.cholesky(precision))
 
     def _moments(self, params: Array, start: Start) -> tuple[Array, Array]:
-        state, (mean, precision) = self.engine.program.initial_state_at(params), start
+        state, (mean, precision) = self.program.initial_state_at(params), start
         root = solve_lower(jnp.linalg.cholesky(precision), state.root.T).T
         return state.mean + state.root @ mean, lower_from_root(root)
 
@@ -194,6 +189,7 @@ class SparseMaximizedBound:
 
     def __init__(self, sparse: SparseEngine, num_chunks: int, nodes: Nodes):
         self.engine, self._sparse, self._order = sparse.engine, sparse, sparse.sparsity.order
+        self.program = sparse.engine.program
         self.nodes, search = nodes, sparse.search(num_chunks, has_start=True)
         self._search = _with_nodes(search._replace(settings=sparse.engine.effort.settings_of_many()), nodes)
         self.is_exact, self.is_log_concave = is_quadratic(sparse.all_kinds), is_log_concave(sparse.all_kinds)
@@ -206,18 +202,13 @@ class SparseMaximizedBound:
         self._by_many = sparse.engine.compiled(self._by_many_nodes)
 
     @property
-    def program(self) -> Program:
-        """The model given the parameters."""
-        return self.engine.program
-
-    @property
     def indices(self) -> np.ndarray:
         """(P,), the entry of x that comes first, second, ... in the order of elimination."""
         return self._order.indices
 
     def begin(self, params: Array, chunks: RowChunks, mean: np.ndarray | None = None) -> Start:
         """A start, from nothing. ``mean``: (P,), in standard deviations of the prior from its mean."""
-        prior, dtype = self.engine.program.marginals, self.engine.program.dtype
+        prior, dtype = self.program.marginals, self.program.dtype
         mean = prior.mean if mean is None else prior.mean + np.sqrt(prior.variance) * mean
         return jnp.asarray(mean[self.indices], dtype), ()
 
@@ -257,7 +248,7 @@ class SparseMaximizedBound:
         is_corrected: Array | None = None,
     ) -> SparseJoint:
         """As of :class:`MaximizedBound`. ``init``: where a search starts."""
-        inputs = self.engine.program.prior_inputs | {PARAMS: params}
+        inputs = self.program.prior_inputs | {PARAMS: params}
         problem = self._sparse.given_params(problem, inputs, chunks)._replace(init=init, is_corrected=is_corrected)
         return self._sparse.parts(_with_nodes(self._search, nodes or self.nodes), problem)
 

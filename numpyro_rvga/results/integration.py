@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -153,7 +154,7 @@ class Integration:
         mean, deviation = (x[indices] for x in _prior_moments(program))
         with progress(progress_bar, None, "L(h)", "it") as bar:
             integrator = Integrator(
-                lambda nodes: self._bound_of(program, sites, rows, rng_key, nodes),
+                self._bounds(program, sites, rows, rng_key),
                 self._estimate_of,
                 mean,
                 deviation,
@@ -221,20 +222,16 @@ class Integration:
         engine = self._conditional(program, sites, rows, default_key())
         return sparse_engine(engine, rows, given_params=True) is not None
 
-    def _bound_of(
-        self,
-        program: Program,
-        sites: tuple[str, ...],
-        rows: Rows,
-        rng_key: Array,
-        nodes: Nodes | None = None,
-    ) -> tuple[Bound, Any]:
-        """The maximized bound as a function of the sites, and the rows in the form that it takes. ``nodes``: of its
-        expectations; default: few, if that is worth it."""
+    def _bounds(
+        self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array
+    ) -> Callable[[Nodes | None], tuple[Bound, Any]]:
+        """Nodes of expectations, or None for few, if that is worth it -> the maximized bound as a function of the
+        sites, and the rows in the form that it takes."""
         if len(sites) == len(program.layout.site_names):
             if self._log_density is None or self._log_density.program is not program:
                 self._log_density = LogDensity(program)
-            return self._log_density, weighted_rows(program, rows)
+            log_density = self._log_density, weighted_rows(program, rows)
+            return lambda nodes: log_density
         engine = self._conditional(program, sites, rows, rng_key)
         left = [name for name in program.layout.site_names if name not in sites]
         if list(engine.program.layout.site_names) != left:
@@ -246,12 +243,13 @@ class Integration:
         if program.layout.size > MOST_PARAMETERS or self._marginal == "bound":
             sparse = sparse_engine(engine, rows, given_params=True)
         if sparse is not None:
-            chunks = chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
-            nodes = nodes or effort.nodes_of_many_solves(chunks.weights.size)
-            return SparseMaximizedBound.of(sparse, sparse.problem(rows), chunks, nodes), chunks
-        chunks = distinct_chunks_of(engine, rows)
-        nodes = nodes or effort.nodes_of_many_solves(chunks.weights.size)
-        return MaximizedBound.of(engine, effort.settings_of_many(), nodes), chunks
+            problem, chunks = sparse.problem(rows), chunks_of(engine, rows, sparse.sparsity.numbers_per_row)
+            make = partial(SparseMaximizedBound.of, sparse, problem, chunks)
+        else:
+            chunks = distinct_chunks_of(engine, rows)
+            make = partial(MaximizedBound.of, engine, effort.settings_of_many())
+        begin = effort.nodes_of_many_solves(chunks.weights.size)
+        return lambda nodes: (make(nodes or begin), chunks)
 
 
 def check_sites(argument: str, sites: object, choices: str) -> None:

@@ -9,8 +9,8 @@ from scipy import special, stats
 from numpyro_rvga.core.groups.importance import Estimate
 from numpyro_rvga.engines.integration.importance import _Moments, _stratified, integrate_by_importance
 from numpyro_rvga.engines.integration.lattice import integrate_lattice
-from numpyro_rvga.engines.integration.mixtures import mixture_of
-from numpyro_rvga.engines.integration.nested import Marginal, Mode, Point, _axes, find_mode, kernel_weights
+from numpyro_rvga.engines.integration.mixtures import kernel_weights, mixture_of
+from numpyro_rvga.engines.integration.nested import Marginal, Mode, Point, _axes, find_mode
 from numpyro_rvga.engines.maximized_bound import Maximum
 from numpyro_rvga.results.arviz import smoothed
 from numpyro_rvga.results.marginal_nuts import integrate_by_nuts

@@ -84,7 +84,9 @@ def bound_of(joint: Joint, mean: Array, factor: Array) -> Array:
     base, form, _ = joint.start()
     root: Any = form.covariance_root(factor)
     slope = maximize.with_base(base, form, mean, _expected_at(joint, mean, root))
-    return slope.value - 0.5 * (form.trace(factor, root) - mean.size) - form.half_log_determinant(factor)
+    return maximize.bound_by(
+        form, slope.value, factor, factor, root, mean.size
+    )  # a trace takes the precision if it is weights
 
 
 def change_of_natural_gradient(joint_at: Callable[[Array], Joint], mean: Array, factor: Array) -> Array:
@@ -96,13 +98,14 @@ def change_of_natural_gradient(joint_at: Callable[[Array], Joint], mean: Array, 
 
     def slopes(flag: Array) -> tuple[Array, Array]:
         joint = joint_at(flag)
-        expected = _expected_at(joint, mean, form.covariance_root(factor))
+        expected = _expected_at(joint, mean, root)
         return expected.gradient, joint.objective.curvature(mean, expected.hessians, False)
 
     form: Any = joint_at(jnp.asarray(False)).start().form
+    root = form.covariance_root(factor)
     gradients, curvatures = lax.map(slopes, jnp.array([False, True]))
     of_mean, of_precision = gradients[1] - gradients[0], curvatures[1] - curvatures[0]
-    square, _ = form.products(factor, form.covariance_root(factor), of_precision, of_precision)
+    square, _ = form.products(factor, root, of_precision, of_precision)
     return of_mean @ form.solver(factor)(of_mean) + 0.5 * square
 
 

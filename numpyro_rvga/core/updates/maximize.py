@@ -25,7 +25,7 @@ evaluation -> state). :mod:`~.drivers` takes one after the other.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,14 @@ def with_base(base: Base, form: PrecisionForm, mean: Array, expected: Expected) 
     return expected._replace(value=value, gradient=expected.gradient + linear - product)
 
 
+def bound_by(
+    form: PrecisionForm, value: Array, precision: Array, factor: Array, covariance_root: Any, size: int
+) -> Array:
+    """The bound at a q of so many entries. ``value``: of its part that depends on the mean, see :func:`with_base`."""
+    divergence = 0.5 * (form.trace(precision, covariance_root) - size)
+    return value - divergence - form.half_log_determinant(factor)
+
+
 def update(
     search: Search,
     form: PrecisionForm,
@@ -123,8 +131,7 @@ def update(
         along = zero
     else:
         root, covariance_root = proposal.factor, proposal.covariance_root
-        divergence = 0.5 * (form.trace(proposal.precision, covariance_root) - mean.size)
-        bound = slope.value - divergence - form.half_log_determinant(root)
+        bound = bound_by(form, slope.value, proposal.precision, root, covariance_root, mean.size)
         length = slope.gradient @ form.solver(root)(slope.gradient)
         ahead = exact - proposal.precision
         square, along = lax.cond(

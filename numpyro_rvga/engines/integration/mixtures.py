@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
+from scipy.sparse import coo_array, eye_array
 
 from ...core.compilation import jit
 from ...core.gaussians.mixture import GaussianMixture
@@ -14,7 +15,10 @@ from ...core.gaussians.packed_roots import PackedRoots
 from ...core.matrices.linalg import lower_from_root
 from ..maximized_bound import SparseMaximizedBound
 from .design import NEGLIGIBLE
-from .nested import Design, kernel_weights
+from .nested import Design
+
+DECONVOLUTIONS = 200
+KERNEL_REACH = 8.0  # standard deviations, beyond which a kernel is nothing in double precision
 
 
 def mixture_of(
@@ -70,3 +74,24 @@ def _packed_roots(
     arrays = [jnp.asarray(x, dtype) for x in (kernels, slopes[:, order], variances)]
     ends = jnp.asarray(np.concatenate([indices, others[order]]), jnp.int32)
     return PackedRoots(jnp.asarray(factors), bound.packing, arrays[0], arrays[1], ends, arrays[2])
+
+
+def kernel_weights(h: np.ndarray, mass: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+    """Weights (K,) of Gaussians around points (K, d), such that their sum has the marginal's mass at these points.
+
+    Kernels widen what they are put around. By the iterations of Richardson and Lucy (those of EM for the weights of a
+    mixture), the weights are as much narrower.
+    """
+    from scipy.spatial import KDTree  # slow to import, and seldom needed
+
+    z = np.linalg.solve(kernel, h.T).T
+    pairs = KDTree(z).query_pairs(KERNEL_REACH, output_type="ndarray")
+    first, second = pairs.T
+    density = np.exp(-0.5 * np.sum((z[first] - z[second]) ** 2, axis=1))
+    of_pairs = coo_array((density, (first, second)), shape=(len(z), len(z)))
+    densities = (of_pairs + of_pairs.T + eye_array(len(z))).tocsr()  # symmetric
+    weights = mass.copy()
+    for _ in range(DECONVOLUTIONS):
+        weights = weights * (densities @ (mass / (densities @ weights)))
+        weights /= weights.sum()
+    return weights

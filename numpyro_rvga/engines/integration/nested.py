@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from scipy.sparse import coo_array, eye_array
 
 from ...core.expectations.by_nodes import power_of_two
 from ...core.groups.importance import Estimate
@@ -32,8 +31,6 @@ STEEP = 10.0  # nats for each standard deviation of the prior, beyond which that
 FLAT = 0.1  # nats for each standard deviation: a slope at a mode
 SAME_PLACE = 0.5  # standard deviations, within which axes are not measured again
 ABOVE = 0.5  # nats, by which a point may be higher than the mode
-DECONVOLUTIONS = 200
-KERNEL_REACH = 8.0  # standard deviations, beyond which a kernel is nothing in double precision
 NUM_COMPARED = 12  # points at which estimates are compared with L
 SAME_RISE = 0.01  # nats: by how much the largest and the least of differences that are taken for the same may differ
 FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wider
@@ -109,13 +106,15 @@ class Marginal:
     def _common_rise(self, points: Sequence[Point]) -> float | None:
         """By how much estimates are higher than L, if that is the same at some points, from high to low; else None."""
         finite = sorted((p for p in points if np.isfinite(p.bound)), key=lambda point: -point.bound)
+        if len(finite) < NUM_COMPARED:
+            return None
         rises: list[float] = []
-        for k in np.linspace(0, len(finite) - 1, NUM_COMPARED).astype(int) if len(finite) >= NUM_COMPARED else ():
+        for k in np.linspace(0, len(finite) - 1, NUM_COMPARED).astype(int):
             point = self._estimated(finite[k])
             rises.append(point.evidence - point.bound)
             if point.error or not np.isfinite(rises[-1]) or np.ptp(rises) > SAME_RISE:
                 return None
-        return float(np.mean(rises)) if rises else None
+        return float(np.mean(rises))
 
     def _estimated(self, point: Point) -> Point:
         if not np.isfinite(point.bound):
@@ -376,25 +375,3 @@ def variances_of(root: Root) -> np.ndarray:
 def stacked(roots: Sequence[Root]) -> Any:
     """The roots of all points, along a leading axis."""
     return jax.tree.map(lambda *parts: np.stack(parts), *roots)
-
-
-# ---------------------------------------------------------------------- a mixture
-def kernel_weights(h: np.ndarray, mass: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """Weights (K,) of Gaussians around points (K, d), such that their sum has the marginal's mass at these points.
-
-    Kernels widen what they are put around. By the iterations of Richardson and Lucy (those of EM for the weights of a
-    mixture), the weights are as much narrower.
-    """
-    from scipy.spatial import KDTree  # slow to import, and seldom needed
-
-    z = np.linalg.solve(kernel, h.T).T
-    pairs = KDTree(z).query_pairs(KERNEL_REACH, output_type="ndarray")
-    first, second = pairs.T
-    density = np.exp(-0.5 * np.sum((z[first] - z[second]) ** 2, axis=1))
-    of_pairs = coo_array((density, (first, second)), shape=(len(z), len(z)))
-    densities = (of_pairs + of_pairs.T + eye_array(len(z))).tocsr()  # symmetric
-    weights = mass.copy()
-    for _ in range(DECONVOLUTIONS):
-        weights = weights * (densities @ (mass / (densities @ weights)))
-        weights /= weights.sum()
-    return weights
