@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -137,7 +138,8 @@ class MaximizedBound:
         def bound(params: Array) -> Array:
             return bound_of(self._parts(params, chunks, start)[1], mean, root)
 
-        return Maximum(_bound_of(solution), jax.grad(bound)(params), (mean, root @ root.T), solution.converged)
+        gradient = _gradient_of(bound, params, chunks)
+        return Maximum(_bound_of(solution), gradient, (mean, root @ root.T), solution.converged)
 
     def _left_by_few_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
         """The squared natural gradient at q by corrected expectations, which few nodes have taken for zero."""
@@ -269,7 +271,8 @@ class SparseMaximizedBound:
             objective = self._parts(problem, params, chunks).objective
             return objective.expect(mean, objective.predictor_covariances(mean, covariance))[0]
 
-        return jax.grad(expected)(params), problem.packing.diagonal(covariance.array)[self._order.back]
+        gradient = _gradient_of(expected, params, chunks)
+        return gradient, problem.packing.diagonal(covariance.array)[self._order.back]
 
     def _left_by_few_nodes(self, problem: SparseProblem, params: Array, chunks: RowChunks, start: Start) -> Array:
         def joint_at(is_corrected: Array) -> SparseJoint:
@@ -287,6 +290,16 @@ class SparseMaximizedBound:
     def _variances_of(self, problem: SparseProblem, root: Array) -> Array:
         form = packed_form(jnp.ones(self._order.indices.size, root.dtype), problem.packing)
         return form.variances(root)[self._order.back]
+
+
+def _gradient_of(bound: Callable[[Array], Array], params: Array, chunks: RowChunks) -> Array:
+    """Of a bound in nats, by that of nats a row.
+
+    The slope of a log probability that NumPyro keeps away from zero is nearly the largest number there is before it is
+    multiplied by zero. Times the weight of equal rows it would be infinite, and then not a number.
+    """
+    num_rows = jnp.maximum(jnp.sum(chunks.weights), 1)
+    return num_rows * jax.grad(lambda params: bound(params) / num_rows)(params)
 
 
 def _with_nodes(search: Search, nodes: Nodes) -> Search:

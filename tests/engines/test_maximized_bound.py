@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from scipy import special, stats
 
 from numpyro_rvga import FixedPointVI
 from numpyro_rvga.engines import effort
@@ -74,6 +75,37 @@ def test_any_nodes_find_the_same(by_many, monkeypatch, made, called_for, is_pack
     atol = 0.03 if called_for == "few" else 5e-3
     np.testing.assert_allclose((found.mean - by_many.mean) / deviation, 0, atol=atol)
     np.testing.assert_allclose(np.log(found.gaussian.deviation() / deviation), 0, atol=atol)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_impossible_states_of_equal_rows_leave_slopes_finite(monkeypatch, made, is_packed):
+    """Their log probabilities are clamped, with a slope that the rows' weight must not make infinite."""
+    for name in ("FEWEST_PARAMETERS", "FEWEST_IN_GROUPS", "FEWEST_IN_CHAIN") if is_packed else ():
+        monkeypatch.setattr(sparsity, name, 1)
+
+    def detections(site, y):
+        p = numpyro.sample("p", dist.Uniform(0, 1))
+        logit = numpyro.sample("logit", dist.Normal(0, 0.5).expand([6]).to_event(1))
+        with numpyro.plate("rows", len(y)):
+            z = numpyro.sample("z", dist.Bernoulli(logits=logit[site]), infer={"enumerate": "parallel"})
+            numpyro.sample("y", dist.Binomial(3, z * p), obs=y)
+
+    counts = np.random.default_rng(0).multinomial(20, [0.6, 0.2, 0.12, 0.08], size=6)  # (site, y)
+    data = {"site": np.repeat(np.arange(6), 20), "y": np.concatenate([np.repeat(np.arange(4), n) for n in counts])}
+    found = FixedPointVI(detections, local="marginal", integrate=["p"]).run(data, progress_bar=False)
+    assert {type(bound) for bound in made} == {SparseMaximizedBound if is_packed else MaximizedBound}
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    share, p = special.expit(0.5 * nodes)[:, None, None], (np.arange(1000)[:, None] + 0.5) / 1000
+    likelihood = share * stats.binom.pmf(np.arange(4), 3, p) + (1 - share) * (np.arange(4) == 0)  # (node, p, y)
+    of_sites = np.einsum("n,npi->pi", weights / weights.sum(), np.exp(np.log(likelihood) @ counts.T))
+    density = np.exp(np.log(of_sites).sum(1))
+    density /= density.sum()
+    mean = density @ p[:, 0]
+    deviation = np.sqrt(density @ (p[:, 0] - mean) ** 2)
+    draws = found.sample_posterior(jax.random.key(0), (20_000,))["p"]
+    assert abs(np.mean(draws) - mean) < 0.05 * deviation
+    assert abs(np.log(np.std(draws) / deviation)) < 0.05
 
 
 def test_what_few_nodes_leave_is_the_natural_gradient_by_better_ones(monkeypatch):

@@ -12,6 +12,7 @@ from numpyro_rvga.engines.integration.lattice import integrate_lattice
 from numpyro_rvga.engines.integration.mixtures import kernel_weights, mixture_of
 from numpyro_rvga.engines.integration.nested import Marginal, Mode, Point, _axes, find_mode
 from numpyro_rvga.engines.maximized_bound import Maximum
+from numpyro_rvga.model.bad_rows import NotFinite
 from numpyro_rvga.results.arviz import smoothed
 from numpyro_rvga.results.marginal_nuts import integrate_by_nuts
 
@@ -242,6 +243,21 @@ def test_improper_marginal_is_reported():
     mode = find_mode(marginal, np.zeros(1), np.ones(1))
     integral = integrate_lattice(marginal, mode, lambda point: (np.zeros(1), np.eye(1)))
     assert not integral.info["is_complete"]
+
+
+@pytest.mark.parametrize("edge", [0.5, 3.0])
+def test_lattice_beside_points_without_a_bound_is_refused_if_mass_may_be_lost_there(edge):
+    def solve(h, start):
+        return Maximum(-0.5 * h[0] ** 2 if h[0] < edge else -np.inf, -h, start, True)
+
+    marginal, moments = Marginal(lambda h: None, solve), Skewed(1).moments
+    mode = Mode(marginal(np.zeros(1)), np.eye(1))
+    if edge < 1:
+        with pytest.raises(NotFinite):
+            integrate_lattice(marginal, mode, moments)
+    else:
+        evidence = integrate_lattice(marginal, mode, moments).log_evidence
+        np.testing.assert_allclose(evidence, 0.5 * np.log(2 * np.pi), atol=0.01)
 
 
 def test_points_without_a_finite_bound_are_begun_anew_and_left_out():

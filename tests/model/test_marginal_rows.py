@@ -1,11 +1,13 @@
 """Marginal latents of single rows: in files, and in rows that come later than those that the model was read with."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax.scipy.stats import norm
+from scipy.stats import binom
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
 
@@ -104,16 +106,31 @@ def test_rows_whose_latents_are_all_discrete_are_rows_for_both_methods(method):
     np.testing.assert_allclose(found.elbo, expected.elbo, atol=2e-3)
 
 
-def test_nothing_is_integrated_out_where_rows_have_states_and_no_choice_of_sites_helps():
+def test_shares_of_rows_whose_states_are_summed_over_are_integrated_out():
+    """Four distinct rows, each many times: their log probabilities are clamped where a state is impossible."""
+
     def augmented(y):
         omega, p = numpyro.sample("omega", dist.Uniform(0, 1)), numpyro.sample("p", dist.Uniform(0, 1))
         with numpyro.plate("rows", len(y)):
             z = numpyro.sample("z", dist.Bernoulli(omega), infer={"enumerate": "parallel"})
             numpyro.sample("y", dist.Binomial(3, z * p), obs=y)
 
-    data = {"y": np.repeat([0, 1, 2, 3], [14, 5, 3, 1])}
+    counts = np.array([14, 5, 3, 1])
+    data = {"y": np.repeat(np.arange(4), counts)}
     posterior = FixedPointVI(augmented, local="marginal", integrate="auto").run(data, progress_bar=False)
-    assert posterior.info["not_integrated"] and "integrated" not in posterior.info
+    axis = (np.arange(1000) + 0.5) / 1000
+    omega, p = np.meshgrid(axis, axis, indexing="ij")
+    likelihood = omega[..., None] * binom.pmf(np.arange(4), 3, p[..., None])
+    likelihood[..., 0] += 1 - omega
+    log_density = np.log(likelihood) @ counts
+    density = np.exp(log_density - log_density.max())
+    density /= density.sum()
+    draws = posterior.sample_posterior(jax.random.key(0), (20_000,))
+    for name, values in {"omega": omega, "p": p}.items():
+        mean = np.sum(density * values)
+        deviation = np.sqrt(np.sum(density * (values - mean) ** 2))
+        assert abs(np.mean(draws[name]) - mean) < 0.1 * deviation
+        assert abs(np.log(np.std(draws[name]) / deviation)) < 0.1
 
 
 def test_a_site_that_states_index_may_be_integrated_out():
