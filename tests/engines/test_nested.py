@@ -245,19 +245,27 @@ def test_improper_marginal_is_reported():
     assert not integral.info["is_complete"]
 
 
-@pytest.mark.parametrize("edge", [0.5, 3.0])
-def test_lattice_beside_points_without_a_bound_is_refused_if_mass_may_be_lost_there(edge):
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("direction", "edge"), [("axis", 0.5), ("axis", 3.2), ("diagonal", 0.5), ("diagonal", 3.2)])
+def test_integrals_beside_points_without_a_bound_are_refused_if_mass_may_be_lost_there(size, direction, edge):
+    normal = np.eye(size)[0] if direction == "axis" else np.ones(size) / np.sqrt(size)
+
     def solve(h, start):
-        return Maximum(-0.5 * h[0] ** 2 if h[0] < edge else -np.inf, -h, start, True)
+        return Maximum(-0.5 * h @ h if h @ normal < edge else -np.inf, -h, start, True)
 
     marginal, moments = Marginal(lambda h: None, solve), Skewed(1).moments
-    mode = Mode(marginal(np.zeros(1)), np.eye(1))
+    mode = Mode(marginal(np.zeros(size)), np.eye(size))
+
+    def integrated():
+        if size == 1:
+            return integrate_lattice(marginal, mode, moments)
+        return integrate_by_importance(marginal, mode, moments, smoothed)
+
     if edge < 1:
         with pytest.raises(NotFinite):
-            integrate_lattice(marginal, mode, moments)
+            integrated()
     else:
-        evidence = integrate_lattice(marginal, mode, moments).log_evidence
-        np.testing.assert_allclose(evidence, 0.5 * np.log(2 * np.pi), atol=0.01)
+        np.testing.assert_allclose(integrated().log_evidence, 0.5 * size * np.log(2 * np.pi), atol=0.02)
 
 
 def test_points_without_a_finite_bound_are_begun_anew_and_left_out():

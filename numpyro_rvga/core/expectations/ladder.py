@@ -84,20 +84,8 @@ def expectations(
     """
     tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
     if effort == "few":
-        first = partial(_by_first_rule, phi, num_predictors, tolerances, cost)
-        few, corrected = (
-            _differentiable(partial(_moments_by, first, flag), phi, fifth_degree_rule(num_predictors))
-            for flag in (None, np.asarray(True))
-        )
-
-        def by_few_nodes(*factors: Any, is_corrected: Array | np.ndarray | None = None) -> tuple[Moments, Array]:
-            if is_corrected is None:
-                return few(*factors)
-            if isinstance(is_corrected, np.ndarray):  # for good, and so with slopes
-                return corrected(*factors) if is_corrected else few(*factors)
-            return _moments_by(first, is_corrected, *factors)
-
-        return by_few_nodes
+        few = partial(_moments_by_first_rule, phi, num_predictors, tolerances, cost)
+        return _differentiable(few, phi, fifth_degree_rule(num_predictors))
     batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
     measure = partial(_by_ladder, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points, cost)
     if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
@@ -140,10 +128,8 @@ def _by_first_rule(
     return _in_chunks(first, num_points, cost, (means, covariances, constants))
 
 
-def _moments_by(
-    rule: Callable[..., tuple[Factor, Moments, Array]], is_corrected: Array | np.ndarray | None, *factors: Any
-) -> tuple[Moments, Array]:
-    _, moments, errors = rule(*factors, is_corrected=is_corrected)
+def _moments_by_first_rule(*arguments: Any) -> tuple[Moments, Array]:
+    _, moments, errors = _by_first_rule(*arguments)
     return moments, errors
 
 
@@ -293,9 +279,9 @@ def _more_exact(before: PyTree, after: PyTree) -> PyTree:
 
 # ---------------------------------------------------------------------- derivatives in what phi takes
 def _differentiable(expect: Callable, phi: PHI, slope_nodes: tuple[np.ndarray, np.ndarray]) -> Callable:
-    """``expect`` (means, covariances, constants -> moments and their errors), whose value can be differentiated once,
-    in reverse mode. Its loops are not: E[grad phi] and E[hess phi] / 2 are the slopes in mean and covariance, and the
-    slopes in phi's constants are expectations too.
+    """``expect`` (means, covariances, constants, and a flag or none -> moments and their errors), whose value can be
+    differentiated once, in reverse mode. Its loops are not: E[grad phi] and E[hess phi] / 2 are the slopes in mean and
+    covariance, and the slopes in phi's constants are expectations too.
 
     :param slope_nodes: of these: positions (K, C) and weights (K,).
     """
@@ -309,16 +295,22 @@ def _differentiable(expect: Callable, phi: PHI, slope_nodes: tuple[np.ndarray, n
         points = jnp.where(is_defined[:, None], points, mean)  # so too where phi is not defined far out
         return jnp.sum(jnp.asarray(weights) * is_defined * each(points, constants))
 
-    def forward(means: Array, covariances: Array, constants: PyTree) -> tuple[tuple[Moments, Any], Any]:
-        result = expect(means, covariances, constants)
+    def function(means: Array, covariances: Array, constants: PyTree, is_corrected: PyTree = None) -> tuple:
+        return with_slopes(means, covariances, constants, () if is_corrected is None else (is_corrected,))
+
+    def of_factors(means: Array, covariances: Array, constants: PyTree, flags: tuple) -> tuple[Moments, Any]:
+        return expect(means, covariances, constants, *flags)
+
+    def forward(means: Array, covariances: Array, constants: PyTree, flags: tuple) -> tuple:
+        result = expect(means, covariances, constants, *flags)
         return result, (means, covariances, constants, result[0])
 
     def backward(residuals: PyTree, slopes: tuple[Moments, Any]) -> tuple:
         means, covariances, constants, (_, gradients, hessians) = residuals
         scale = slopes[0][0]
         vjp = jax.vjp(lambda c: jax.vmap(of_constants)(means, covariances, c), constants)[1]
-        return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, vjp(scale)[0]
+        return scale[:, None] * gradients, 0.5 * scale[:, None, None] * hessians, vjp(scale)[0], None
 
-    function = jax.custom_vjp(expect)
-    function.defvjp(forward, backward)
+    with_slopes = jax.custom_vjp(of_factors)
+    with_slopes.defvjp(forward, backward)
     return function

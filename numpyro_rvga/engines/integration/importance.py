@@ -15,8 +15,9 @@ import numpy as np
 from scipy.special import logsumexp
 
 from ...core.expectations.by_nodes import power_of_two
+from ...model.bad_rows import NotFinite
 from .design import FEW, ProfileCoordinates, narrow_design, thinned, wide_design
-from .nested import Integral, Marginal, Mode, Moments, Point
+from .nested import MOST_MISSED, NOT_FINITE, Integral, Marginal, Mode, Moments, Point
 from .polynomials import Polynomial, fit
 from .profiles import Profiles, profiles_of
 
@@ -57,6 +58,7 @@ def integrate_by_importance(
 
     :param num_points: at most, for each parameter.
     :return: None if so few points have weight that they span no volume.
+    :raises NotFinite: where more than a little of the mass may be at points without a finite bound.
     """
     size = len(mode.point.h)
     center, axes = mode.point.h, mode.axes
@@ -75,6 +77,8 @@ def integrate_by_importance(
         axes = _axes_of(np.array([point.h for point in sample.points]), mass)
         z = np.linalg.solve(axes, (np.array([point.h for point in sample.points]) - center).T).T
         profiles = profiles_of(marginal, mode, axes, np.sqrt(mass @ z**2))
+    if _share_missed(sample, profiles) > MOST_MISSED:
+        raise NotFinite(NOT_FINITE)
     points, mass = thinned(sample.points, mass, moments)
     info = {
         "method": "importance",
@@ -100,6 +104,14 @@ def relative_sample_size(log_ratios: np.ndarray) -> float:
     """Effective sample size of importance weights over their number."""
     weights = np.exp(log_ratios - log_ratios.max())
     return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+
+
+def _share_missed(sample: _Sample, profiles: Profiles) -> float:
+    """Of the mass that the profiles foretell, the share where L is not finite; or of the density at their ends."""
+    at_ends = [np.exp(-0.5 * profile.roots[[0, -1]] ** 2) for profile in profiles.axes]
+    foretold = np.exp(-0.5 * np.sum(profiles.roots(sample.z).values ** 2, axis=1) - sample.log_proposal)
+    is_missed = ~np.isfinite([point.evidence for point in sample.points])
+    return float(max(np.max(at_ends), foretold[is_missed].sum() / foretold.sum()))
 
 
 class _Surrogate(NamedTuple):

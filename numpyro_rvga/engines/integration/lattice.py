@@ -10,14 +10,26 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...model.bad_rows import NotFinite
-from .nested import ABOVE, NOT_FINITE, Design, Integral, Marginal, Mode, Moments, Point, Root, stacked, variances_of
+from .nested import (
+    ABOVE,
+    MOST_MISSED,
+    NOT_FINITE,
+    Design,
+    Integral,
+    Marginal,
+    Mode,
+    Moments,
+    Point,
+    Root,
+    stacked,
+    variances_of,
+)
 
 DROP = 10.0  # nats below the highest point, where the marginal is cut off
 SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mode
 CONVERGED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
 MAX_POINTS = 1_000
 MOST_AT_EDGE = math.log(1e-3)  # share of the mass in points whose neighbors are left out, in a complete lattice
-MOST_BESIDE_NOTHING = 0.05  # share of the mass next to points without a finite bound: more may be lost there
 MAX_HALVINGS = 2
 REFINEMENT = {1: 4, 2: 3}  # of a lattice by interpolation, by its dimension
 MOST_NUMBERS = 2**27  # in the roots of all points
@@ -57,7 +69,7 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
     mass = np.exp(bounds - highest)
     log_evidence = highest + np.log(mass.sum()) + np.linalg.slogdet(scale)[1]
     mass /= mass.sum()
-    if mass @ [_is_beside_nothing(index, lattice) for index in kept] > MOST_BESIDE_NOTHING:
+    if mass @ [_is_beside_nothing(index, lattice) for index in kept] > MOST_MISSED:
         raise NotFinite(NOT_FINITE)
     design = Design(
         np.array([point.h for point in points]),
