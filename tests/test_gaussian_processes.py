@@ -88,6 +88,17 @@ def posteriors():
     return {"f": fit(regression), "z": fit(whitened_regression)}
 
 
+@pytest.mark.parametrize("schedule", ["batch", "incremental", "gradient"])
+def test_every_schedule_finds_the_exact_posterior(schedule):
+    found = FixedPointVI(regression, schedule=schedule).run({"x": INPUTS, "y": OUTPUTS}, progress_bar=False)
+    prior = np.asarray(covariance_of(INPUTS))
+    gain = prior @ np.linalg.inv(prior + NOISE**2 * np.eye(30))
+    deviation = np.sqrt(np.diagonal(prior - gain @ prior))
+    assert found.info["converged"]
+    np.testing.assert_allclose((found.mean - gain @ OUTPUTS) / deviation, 0, atol=0.01)
+    np.testing.assert_allclose(found.gaussian.deviation() / deviation, 1, atol=0.01)
+
+
 @pytest.mark.parametrize("site", ["f", "z"])
 def test_regression_is_exact(posteriors, site):
     posterior, (mean, covariance, evidence, _, _) = posteriors[site], exact_regression()

@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 
 from ..core.matrices.linalg import solve_lower
 from ..core.updates.drivers import Progress
-from ..core.updates.joint import base_terms, bound_at
+from ..core.updates.joint import base_terms, expected_at
+from ..core.updates.maximize import with_base
 from ..core.updates.search import Search
 from ..core.updates.state import State, StepInfo
 from ..progress import Bar
@@ -127,15 +128,18 @@ class GradientAscent:
     ) -> tuple[Array, tuple[Array, Array]]:
         """The bound at N(mean, root root^T) and its slopes in the mean and in ``lower``: E[grad], and
         (Lambda + E[hess] - precision) root."""
-        joint, root = self._engine.joint_parts(search._replace(seek_scale=False), problem), _root_of(lower)
-        base = joint.start().base
-        precision, linear = base_terms(base, mean)
-        bound, sums = bound_at(joint, base, mean, root)
-        inverse = solve_lower(root, jnp.eye(mean.size, dtype=mean.dtype))
-        of_root = jnp.tril(inverse.T - (precision + sums.curvature) @ root)
+        root, identity = _root_of(lower), jnp.eye(mean.size, dtype=mean.dtype)
+        problem = problem._replace(init=(mean, identity))  # with a start, precisions are whole matrices
+        joint = self._engine.joint_parts(search._replace(seek_scale=False), problem)
+        base, form, _ = joint.start()
+        expected = with_base(base, form, mean, expected_at(joint, mean, root.T))
+        precision, _ = base_terms(base, mean)
+        divergence = 0.5 * (jnp.sum(root * (precision @ root)) - mean.size) - jnp.sum(jnp.log(jnp.diagonal(root)))
+        curvature = joint.objective.curvature(mean, expected.hessians, False)
+        of_root = jnp.tril(solve_lower(root, identity).T - (precision + curvature) @ root)
         of_diagonal = jnp.diagonal(of_root) * jnp.diagonal(root)
         of_lower = jnp.tril(of_root, -1) + jnp.diag(of_diagonal)
-        return bound, (sums.gradient + linear - precision @ mean, of_lower)
+        return expected.value - divergence, (expected.gradient, of_lower)
 
 
 def _root_of(lower: Array) -> Array:

@@ -24,7 +24,7 @@ from ..matrices.precisions import Bordered, Dense, PrecisionForm, Weighted
 from ..pytrees import PyTree
 from . import maximize
 from .drivers import solve_traced
-from .factors import Expected, Factors, Sums, evaluate
+from .factors import Expected, Factors, evaluate
 from .normal_rows import NormalRows
 from .objective import Coordinates, FactorSet, JointObjective, Objective
 from .row_factors import absorbed_moments, predictor_scales, quadratic_sums
@@ -83,7 +83,7 @@ def bound_of(joint: Joint, mean: Array, factor: Array) -> Array:
     """
     base, form, _ = joint.start()
     root: Any = form.covariance_root(factor)
-    slope = maximize.with_base(base, form, mean, _expected_at(joint, mean, root))
+    slope = maximize.with_base(base, form, mean, expected_at(joint, mean, root))
     return maximize.bound_by(
         form, slope.value, factor, factor, root, mean.size
     )  # a trace takes the precision if it is weights
@@ -98,7 +98,7 @@ def change_of_natural_gradient(joint_at: Callable[[Array], Joint], mean: Array, 
 
     def slopes(flag: Array) -> tuple[Array, Array]:
         joint = joint_at(flag)
-        expected = _expected_at(joint, mean, root)
+        expected = expected_at(joint, mean, root)
         return expected.gradient, joint.objective.curvature(mean, expected.hessians, False)
 
     form: Any = joint_at(jnp.asarray(False)).start().form
@@ -109,20 +109,9 @@ def change_of_natural_gradient(joint_at: Callable[[Array], Joint], mean: Array, 
     return of_mean @ form.solver(factor)(of_mean) + 0.5 * square
 
 
-def _expected_at(joint: Joint, mean: Array, covariance_root: PyTree) -> Expected:
+def expected_at(joint: Joint, mean: Array, covariance_root: PyTree) -> Expected:
     """Expectations over the factors. ``covariance_root``: as a form of precisions has it."""
     return joint.objective.expect(mean, joint.objective.predictor_covariances(mean, covariance_root))
-
-
-def bound_at(joint: Joint, base: Base, mean: Array, root: Array) -> tuple[Array, Sums]:
-    """The bound at N(mean, root root^T), with root lower triangular or its transpose, and the sums over factors."""
-    precision, linear = base_terms(base, mean)
-    expected = _expected_at(joint, mean, root.T)
-    sums = Sums(expected.value, expected.gradient, joint.objective.curvature(mean, expected.hessians, False))
-    entropy = jnp.sum(jnp.log(jnp.diagonal(root))) + 0.5 * mean.size
-    trace = jnp.sum(root * (precision @ root))
-    bound = sums.value + linear @ mean - 0.5 * mean @ precision @ mean + base.constant
-    return bound - 0.5 * trace + entropy, sums
 
 
 def base_terms(base: Base, mean: Array) -> tuple[Array, Array]:
