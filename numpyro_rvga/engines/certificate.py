@@ -107,13 +107,10 @@ class Certificate:
         :param tolerance: squared length of the natural gradient, in nats, at which no step is taken.
         :param max_looks: evaluations of the bound on all rows, at most.
         """
-        base, size, put = without_prior_factor(start), self._chunk(total), self._engine.devices.put
-        self._size = size
+        self._size = self._chunk(total)
 
         def evaluate(state: State) -> BoundEvaluation:
-            mean, root = put((state.mean, state.root))
-            rows = self._summed(mean, root, chunks(size), size, total)
-            return evaluate_bound(state, base, rows, in_double(self._of_prior(prior_inputs, mean, root)))
+            return self.evaluate(start, state, self.sums(state, chunks, total), prior_inputs)
 
         certified = self._ascend(evaluate, state, tolerance, max_looks)
         return certified._replace(state=stored(certified.state, certified.after, start))
@@ -121,13 +118,15 @@ class Certificate:
     def sums(self, state: State, chunks: Chunks, total: int | None) -> SiteSums:
         """Sums over all rows; see :meth:`__call__`."""
         size = self._chunk(total)
-        return self._summed(*self._engine.devices.put((state.mean, state.root)), chunks(size), size, total)
+        return self._summed(*self._placed(state), chunks(size), size, total)
 
-    def evaluate(self, start: State, state: State, rows: SiteSums) -> BoundEvaluation:
+    def evaluate(self, start: State, state: State, rows: SiteSums, prior_inputs: dict) -> BoundEvaluation:
         """The bound at a state and its natural gradient. ``start``: before the first row. ``rows``: sums over all."""
-        placed = self._engine.devices.put((state.mean, state.root))
-        prior = self._of_prior(self._engine.program.prior_inputs, *placed)
+        prior = self._of_prior(prior_inputs, *self._placed(state))
         return evaluate_bound(state, without_prior_factor(start), rows, in_double(prior))
+
+    def _placed(self, state: State) -> tuple[Array, Array]:
+        return self._engine.devices.put((state.mean, state.root))
 
     def estimated(self, state: State, kept: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
         """The state after natural-gradient steps, with the bound and its natural gradient estimated from some rows.
@@ -144,7 +143,7 @@ class Certificate:
         size = self._chunk(max(len(b.weights) for b in (kept, *batches)))
 
         def evaluate(state: State) -> BoundEvaluation:
-            placed = self._engine.devices.put((state.mean, state.root))
+            placed = self._placed(state)
             sums = [self._summed(*placed, stratum.in_chunks(size), size) for stratum in (kept, *batches)]
             total = summed(sums)
             return evaluate_bound(state, base, total, no_prior_terms)._replace(noise=_noise(state, sums[1:]))
@@ -175,13 +174,13 @@ class Certificate:
         size = self._size or self._chunk(num_rows(rows))  # as for all rows: nothing is compiled anew
         starts = range(0, num_rows(rows), size)
         pieces = [selected(rows, slice(start, start + size)) for start in starts]
-        mean, root = self._engine.devices.put((state.mean, state.root))
+        mean, root = self._placed(state)
         weighted = [(piece, np.ones(num_rows(piece), np.float32)) for piece in pieces]
         return self._summed(mean, root, weighted, size, num_rows(rows))
 
     def values_at(self, state: State, rows: Rows) -> np.ndarray:
         """The expected log-likelihood of each row, (n,)."""
-        mean, root = self._engine.devices.put((state.mean, state.root))
+        mean, root = self._placed(state)
         return np.asarray(self._of_each(mean, root, *pad(rows, num_rows(rows))))
 
     def _chunk(self, total: int | None) -> int:

@@ -52,6 +52,18 @@ def shrunk_by_the_number_of_rows(x, y):
     rows_of(x, y, 5.0 + b * x)
 
 
+def penalized_by_the_number_of_rows(x, y):
+    b = numpyro.sample("b", dist.Normal(0.0, 10.0))
+    numpyro.factor("penalty", -0.5 * len(y) * b**2)
+    rows_of(x, y, 5.0 + b * x)
+
+
+def with_pseudo_outcomes(x, y):
+    b = numpyro.sample("b", dist.Normal(0.0, 10.0))
+    numpyro.sample("zero", dist.Normal(b, 1 / jnp.sqrt(len(y))), obs=0.0)
+    rows_of(x, y, 5.0 + b * x)
+
+
 def hierarchy(x, y):
     m = numpyro.sample("m", dist.StudentT(3, y.mean(), y.std()))
     tau = numpyro.sample("tau", dist.HalfNormal(y.std()))
@@ -80,6 +92,8 @@ MODELS = [
     scaled_by_the_deviation,
     by_the_first_entry,
     shrunk_by_the_number_of_rows,
+    penalized_by_the_number_of_rows,
+    with_pseudo_outcomes,
     hierarchy,
     inducing_points,
     support_that_reads_the_data,
@@ -109,6 +123,29 @@ def test_log_joint_density_is_numpyros(model):
         np.testing.assert_allclose(program.log_prior(theta) + likelihood, -potential(theta), rtol=1e-9)
 
 
+@pytest.mark.parametrize("model", [penalized_by_the_number_of_rows, with_pseudo_outcomes])
+def test_terms_of_the_prior_see_the_number_of_all_rows(model):
+    rows = data()
+    x, residual = rows["x"], rows["y"] - 5.0
+    precision = x @ x + NUM_ROWS + 0.01
+    posterior = run(shared(RVGA, model), rows)
+    np.testing.assert_allclose(posterior.mean, [x @ residual / precision], rtol=1e-6)
+    np.testing.assert_allclose(posterior.covariance, [[1 / precision]], rtol=1e-6)
+
+
+def test_hyperparameters_whose_prior_reads_the_data_are_integrated_out():
+    def given_numbers(x, y):
+        tau = numpyro.sample("tau", dist.HalfCauchy(1 / np.sqrt(NUM_ROWS)))
+        b = numpyro.sample("b", dist.Normal(0.0, tau))
+        rows_of(x, y, 5.0 + b * x)
+
+    found, expected = (
+        run(FixedPointVI(model, integrate=["tau"]), data()) for model in (shrunk_by_the_number_of_rows, given_numbers)
+    )
+    np.testing.assert_allclose(found.elbo, expected.elbo, atol=1e-6)
+    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_prior_at_the_mean_of_all_rows_ends_there(name):
     method = METHODS[name](centered_at_the_mean)
@@ -120,7 +157,7 @@ def test_a_prior_at_the_mean_of_all_rows_ends_there(name):
 @pytest.mark.parametrize("model", MODELS[1:], ids=lambda model: model.__name__)
 def test_one_object_takes_other_data_as_a_new_one_does(model):
     """In another number too, where the prior reads it."""
-    other_number = {"n": 200} if model in (shrunk_by_the_number_of_rows, inducing_points) else {}
+    other_number = {} if model in (scaled_by_the_deviation, by_the_first_entry, hierarchy) else {"n": 200}
     method, rows = shared(RVGA, model), data(seed=1, shift=3.0, **other_number)
     run(method, data())
     assert_same(run(method, rows), run(RVGA(model), rows))
@@ -167,6 +204,7 @@ def blocks(rows, size=50):
         (hierarchy, "the prior of site 'm' reads the data array 'y'"),
         (by_the_first_entry, "the prior of site 'a' reads the data array 'x'"),
         (shrunk_by_the_number_of_rows, "the prior of site 'tau' reads the number of rows"),
+        (penalized_by_the_number_of_rows, "the prior of site 'penalty' reads the number of rows"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

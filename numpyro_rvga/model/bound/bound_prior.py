@@ -45,7 +45,7 @@ MOST_CHECKED = 1000  # parameters of which the prior's whole precision matrix is
 class BoundPrior(BoundModel):
     """A bound model with its prior.
 
-    :ivar prior: its terms. :ivar data_prior: the prior of sites that read the data; None if none do.
+    :ivar prior: its terms. :ivar data_prior: those of its sites that read the data; None if none do.
     :ivar constants: what all rows determine of that.
     :ivar mixed_sites: latent sites whose prior depends on states that are summed over; see :class:`BoundLikelihood`.
     :ivar mixed_priors: terms of these, with the states summed out, that no outcome enters.
@@ -61,7 +61,7 @@ class BoundPrior(BoundModel):
 
     # ------------------------------------------------------------------ reading it
     def _find_prior_arrays(self) -> dict[str, frozenset[str]]:
-        """The latent sites whose prior reads the data, with what it reads; see :func:`data_dependence`."""
+        """The sites of the prior that read the data, with what they read; see :func:`data_dependence`."""
         if self.whole:  # the rows are part of the program
             return {}
         theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
@@ -69,11 +69,11 @@ class BoundPrior(BoundModel):
 
     def _prior_records_of(self, rows, theta, params) -> dict[str, SiteArrays]:
         records = self._records(self.layout.unravel(theta), {**rows, PARAMS: params})
-        return {name: of_site(records[name]) for name in self.layout.site_names}
+        return {name: of_site(records[name]) for name in (*self.layout.site_names, *self._prior_sites)}
 
     @property
     def prior_reads(self) -> str:
-        """The first latent site whose prior reads the data, and what it reads, for messages."""
+        """The first site of the prior that reads the data, and what it reads, for messages."""
         return described(self._arrays_read)
 
     def _read_data_prior(
@@ -261,7 +261,7 @@ class BoundPrior(BoundModel):
         return records | self._data_records(self.layout.ravel(zeros | dict(unconstrained)), self.prior_inputs)
 
     def _data_records(self, theta: Array, inputs: Mapping[str, Any]) -> dict[str, SiteRecord]:
-        """Records of the latent sites whose prior reads the data. ``inputs``: as :attr:`prior_inputs`."""
+        """Records of the sites of the prior that read the data. ``inputs``: as :attr:`prior_inputs`."""
         if self.data_prior is None:
             return {}
         of_sites = self.data_prior.records.finish(inputs[CONSTANTS], theta, inputs.get(PARAMS, self.params.values))
@@ -271,12 +271,12 @@ class BoundPrior(BoundModel):
                 name,
                 arrays.fn,
                 arrays.value,
-                unconstrained[name],
+                unconstrained.get(name),
                 arrays.log_abs_det,
                 arrays.weight,
                 self.plates[name],
-                is_observed=False,
-                is_auxiliary=False,
+                self.sites[name].is_observed,
+                self.sites[name].is_auxiliary,
             )
             for name, arrays in of_sites.items()
         }

@@ -26,7 +26,7 @@ class PriorConstants(NamedTuple):
 
 
 class SiteArrays(NamedTuple):
-    """The parts of a latent site's record that are arrays."""
+    """The parts of a site's record that are arrays."""
 
     fn: Distribution
     value: Array
@@ -39,7 +39,7 @@ def of_site(record: SiteRecord) -> SiteArrays:
 
 
 class DataPrior(NamedTuple):
-    """The latent sites whose prior reads the data, evaluated in two stages: the data's part, and the rest.
+    """The sites of a prior that read the data, evaluated in two stages: the data's part, and the rest.
 
     :ivar records: data; theta (P,), parameters (K,) -> the sites' :class:`SiteArrays` by name.
     :ivar draw: data; random key, parameters (K,) -> theta (P,), a draw from the prior.

@@ -58,7 +58,7 @@ def evaluations_of(engine: Engine, start: State, sums: Callable[[State], SiteSum
         return state if state.prior_factor is None else engine.with_exact_prior(state)[0]
 
     def evaluate(state: State, rows: SiteSums) -> BoundEvaluation:
-        return certificate.evaluate(start, state, rows)
+        return certificate.evaluate(start, state, rows, engine.program.prior_inputs)
 
     def of_sample(counts: Sequence[int]) -> State | None:
         return state_of_sample(engine, start, counts, sample_of)
