@@ -301,6 +301,36 @@ def test_float32_takes_scales_that_are_far_from_one():
     assert abs(draws.mean() - expected) < 0.1 * deviation and abs(np.log(draws.std() / deviation)) < 0.1
 
 
+def test_float32_takes_effects_that_nearly_agree():
+    """Around a wide level, a precision matrix of effects of a small spread has lost all digits."""
+
+    def areas(x, known, y=None):
+        slope = numpyro.sample("slope", dist.Normal(0, 5).expand([2]).to_event(1))
+        spread = numpyro.sample("spread", dist.HalfNormal(0.5))
+        with numpyro.plate("areas", len(known)):
+            effect = numpyro.sample("effect", dist.Normal(x @ slope, spread))
+            numpyro.sample("y", dist.Normal(effect, known), obs=y)
+
+    rng = np.random.default_rng(0)
+    x, known = np.c_[np.ones(60), rng.normal(size=60)], rng.uniform(0.2, 0.5, 60)
+    y = x @ np.array([2.0, 0.4]) + np.sqrt(0.05**2 + known**2) * rng.normal(size=60)
+    with jax.enable_x64(False):
+        single = {name: array.astype(np.float32) for name, array in {"x": x, "known": known, "y": y}.items()}
+        posterior = FixedPointVI(areas, integrate=["spread"]).run(single, progress_bar=False)
+    log_spread = np.linspace(-12, 1, 800)
+    log_density = np.empty(800)
+    for i, spread in enumerate(np.exp(log_spread)):
+        evidence = stats.multivariate_normal(cov=np.diag(known**2 + spread**2) + 25 * x @ x.T).logpdf(y)
+        log_density[i] = evidence + stats.halfnorm.logpdf(spread, scale=0.5) + np.log(spread)
+    weight = np.exp(log_density - logsumexp(log_density))
+    draws = np.asarray(posterior.sample_posterior(KEY, (20_000,))["spread"], np.float64)
+    expected = weight @ np.exp(log_spread)
+    deviation = np.sqrt(weight @ (np.exp(log_spread) - expected) ** 2)
+    assert abs(draws.mean() - expected) < 0.05 * deviation and abs(np.log(draws.std() / deviation)) < 0.1
+    log_evidence = logsumexp(log_density) + np.log(log_spread[1] - log_spread[0])
+    np.testing.assert_allclose(posterior.elbo, log_evidence, atol=0.01)
+
+
 def test_float32_finds_the_same():
     with jax.enable_x64(False):
         single = {name: array.astype(np.float32) for name, array in SCHOOLS.items()}

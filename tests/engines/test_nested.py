@@ -245,6 +245,23 @@ def test_improper_marginal_is_reported():
     assert not integral.info["is_complete"]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_lattice_does_without_gradients_that_are_rounding(size):
+    case, rng = Skewed(size), np.random.default_rng(0)
+    _, mode, integral, _ = integrated(case)
+    solve = case.solve
+    case.solve = lambda h, start: solve(h, start)._replace(
+        gradient=solve(h, start).gradient + 100 * rng.normal(size=size)
+    )
+    found = integrate_lattice(case.marginal(), mode, case.moments)
+    moments = [
+        mixture_of(x.design, np.arange(size), np.array([size]), jnp.result_type(float)) for x in (found, integral)
+    ]
+    for name in ("mean", "deviation"):
+        values = [np.asarray(x.mean if name == "mean" else x.deviation()) for x in moments]
+        np.testing.assert_allclose(*values, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(("direction", "edge"), [("axis", 0.5), ("axis", 3.2), ("diagonal", 0.5), ("diagonal", 3.2)])
 def test_integrals_beside_points_without_a_bound_are_refused_if_mass_may_be_lost_there(size, direction, edge):

@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from references import potential_of
+from scipy import stats
 from shared_methods import shared
 
 from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior, RandomWalk
@@ -144,6 +145,34 @@ def test_hyperparameters_whose_prior_reads_the_data_are_integrated_out():
     )
     np.testing.assert_allclose(found.elbo, expected.elbo, atol=1e-6)
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-5)
+
+
+def counts_of_noisy_rows(y):
+    """A Normal latent variable for each row, of a scale that the number of rows determines."""
+    mu = numpyro.sample("mu", dist.Normal(0.0, 2.0))
+    with numpyro.plate("rows", len(y)):
+        z = numpyro.sample("z", dist.Normal(0.0, 8 / jnp.sqrt(len(y))))
+        numpyro.sample("y", dist.Poisson(jnp.exp(mu + z)), obs=y)
+
+
+def test_latent_variables_of_rows_that_read_the_number_of_rows_are_taken_together():
+    rng = np.random.default_rng(0)
+    rows = {"y": rng.poisson(np.exp(1 + rng.normal(size=64)))}  # the scale is one
+    posterior = run(RVGA(counts_of_noisy_rows), rows)
+    assert posterior.info["rows"] == "joint"
+    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
+    mu = np.linspace(0, 2, 400)
+    likelihood = stats.poisson.pmf(rows["y"][:, None, None], np.exp(mu[:, None] + nodes)) @ (weights / weights.sum())
+    log_density = np.log(likelihood).sum(0) + stats.norm.logpdf(mu, 0, 2)
+    density = np.exp(log_density - log_density.max())
+    density /= density.sum()
+    mean = density @ mu
+    deviation = np.sqrt(density @ (mu - mean) ** 2)
+    draws = posterior.sample_posterior(jax.random.key(0), (20_000,))["mu"]
+    assert abs(np.mean(draws) - mean) < 0.1 * deviation
+    assert abs(np.log(np.std(draws) / deviation)) < 0.1
+    with pytest.raises(NotImplementedError, match="not conditionally independent"):
+        run(RVGA(counts_of_noisy_rows), blocks({"y": rows["y"]}, 16))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -30,6 +30,7 @@ SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mo
 CONVERGED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
 MAX_POINTS = 1_000
 MOST_AT_EDGE = math.log(1e-3)  # share of the mass in points whose neighbors are left out, in a complete lattice
+MOST_FORETOLD_WRONGLY = 0.2  # nats, or of a rise, between neighbors in a lattice
 MAX_HALVINGS = 2
 REFINEMENT = {1: 4, 2: 3}  # of a lattice by interpolation, by its dimension
 MOST_NUMBERS = 2**27  # in the roots of all points
@@ -89,8 +90,9 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
     }
     if isinstance(design.roots, np.ndarray):
         gradients = np.array([marginal.with_gradient(point.h, point).gradient for point in points])
-        if np.isfinite(gradients).all():
-            design = _refined(list(kept), design, bounds, gradients)
+        if not _are_slopes_of(kept, bounds, gradients, scale):
+            gradients = _lattice_slopes(kept, bounds[:, None], scale)[:, 0]
+        design = _refined(list(kept), design, bounds, gradients)
     return Integral.over(points, mass, design, float(log_evidence), info)
 
 
@@ -168,8 +170,25 @@ def _change(bounds: np.ndarray, means: np.ndarray, variances: np.ndarray, some: 
     return float(np.max(changes))
 
 
+def _are_slopes_of(kept: dict, bounds: np.ndarray, gradients: np.ndarray, scale: np.ndarray) -> bool:
+    """Whether bounds (K,) differ between neighbors by what their gradients (K, d) foretell: in single precision, these
+    may be rounding."""
+    if not np.isfinite(gradients).all():
+        return False
+    number, along = {index: k for k, index in enumerate(kept)}, gradients @ scale
+    for index, k in number.items():
+        for axis in range(len(index)):
+            other = number.get(tuple(i + (axis == j) for j, i in enumerate(index)))
+            if other is None:
+                continue
+            rise = 0.5 * (along[k, axis] + along[other, axis])
+            if abs(bounds[other] - bounds[k] - rise) > MOST_FORETOLD_WRONGLY * max(1.0, abs(rise)):
+                return False
+    return True
+
+
 def _lattice_slopes(kept: dict, means: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Slopes of x's mean in h, (K, P, d), by differences to existing neighbors."""
+    """Slopes of values (K, P) in h, (K, P, d), by differences to existing neighbors."""
     number = {index: k for k, index in enumerate(kept)}
     along = np.zeros((*means.shape, len(scale)))
     for index, k in number.items():

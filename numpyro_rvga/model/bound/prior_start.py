@@ -176,8 +176,11 @@ def initial_state(
 def state_at(prior: Prior, size: int, dtype: DTypeLike, moments: FullGaussian | None, shared: Arrays) -> State:
     """:func:`initial_state` as a differentiable function of the ``numpyro.param`` sites."""
     moments = jax.tree.map(lambda x: jnp.asarray(x, dtype), moments)
-    parts = gaussian_parts(prior, size, dtype, shared)
-    return _assembled(jnp, prior, size, moments, *parts)
+    gaussian, normals = gaussian_parts(prior, size, dtype, shared)
+    terms, others = prior.gaussian, _other_indices(prior, size)
+    is_tall = sum(t.num_elements for t in terms) >= len(others) and all(t.num_predictors == 1 for t in terms)
+    normalized = _normalized_terms(terms, size, dtype, shared, others) if moments is None and is_tall else None
+    return _assembled(jnp, prior, size, moments, gaussian, normals, normalized)
 
 
 def gaussian_parts(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) -> tuple[CanonicalGaussian, list]:
@@ -186,13 +189,19 @@ def gaussian_parts(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) ->
 
 
 def _assembled(
-    xp: Any, prior: Prior, size: int, moments: FullGaussian | None, gaussian: CanonicalGaussian, normals: list
+    xp: Any,
+    prior: Prior,
+    size: int,
+    moments: FullGaussian | None,
+    gaussian: CanonicalGaussian,
+    normals: list,
+    normalized: tuple[Array, Array, Array] | None = None,
 ) -> State:
-    """The state, in NumPy or JAX (``xp``), from :func:`gaussian_parts`."""
+    """The state, in NumPy or JAX (``xp``), from :func:`gaussian_parts`. ``normalized``: as of :func:`_normalized`."""
     others = _other_indices(prior, size)
     inner, factor = _part_of(gaussian, others), None
     if moments is None:
-        mean, root, evidence = _normalized(xp, inner)
+        mean, root, evidence = _normalized(xp, inner) if normalized is None else normalized
     else:
         mean, root, evidence = moments.mean, moments.root, xp.zeros(())
         factor = _approximating_factor(xp, moments, inner)
@@ -242,6 +251,30 @@ def _normalized(xp: Any, factor: CanonicalGaussian) -> tuple[Array, Array, Array
     half_log_det = xp.sum(xp.log(xp.diagonal(cholesky)) - xp.log(scale))
     log_normalizer = 0.5 * xp.sum(whitened**2) + 0.5 * len(linear) * math.log(2 * math.pi) - half_log_det
     return root @ whitened, root, factor.constant + log_normalizer
+
+
+def _normalized_terms(
+    all_terms: Sequence[Terms], size: int, dtype: DTypeLike, shared: Arrays, indices: np.ndarray
+) -> tuple[Array, Array, Array]:
+    """:func:`_normalized` of Gaussian terms of one predictor each, at least as many as entries of theta.
+
+    With W the terms' Jacobian in units of their standard deviations, W = QR gives the precision W^T W = R^T R. Formed
+    itself, it would lose twice as many digits: of effects around a mean, for instance, that nearly agree.
+    """
+    rows, targets, constant, zero = [], [], jnp.zeros((), dtype), jnp.zeros(size, dtype)
+    for terms in all_terms:
+        predictors, jacobian, _ = merged(linearize(terms, zero, shared))
+        value, gradient, hessian = _derivatives(terms, predictors, merged(constants(terms, shared)))
+        weight = jnp.sqrt(-hessian[:, 0, 0])
+        rows.append(weight[:, None] * jacobian[:, 0, indices])
+        targets.append(jnp.where(weight > 0, gradient[:, 0] / jnp.where(weight > 0, weight, 1.0), 0.0))
+        constant = constant + jnp.sum(value)
+    q, r = jnp.linalg.qr(jnp.concatenate(rows))
+    sign = jnp.where(jnp.diagonal(r) < 0, -1.0, 1.0).astype(dtype)
+    whitened = sign * (q.T @ jnp.concatenate(targets))
+    root = jax.scipy.linalg.solve_triangular(sign[:, None] * r, jnp.eye(len(indices), dtype=dtype))
+    log_normalizer = 0.5 * jnp.sum(whitened**2) + 0.5 * len(indices) * math.log(2 * math.pi)
+    return root @ whitened, root, constant + log_normalizer + jnp.sum(jnp.log(jnp.diagonal(root)))
 
 
 def _block_diagonal(xp: Any, blocks: list) -> Array:
