@@ -449,3 +449,39 @@ def test_a_row_of_a_softmax_with_known_outcomes_depends_on_its_own_logits():
     every = jnp.arange(40, dtype=jnp.int32)
     np.testing.assert_allclose(jax.vmap(of_split)(every), of_row(theta, {}, every), rtol=1e-6)
     assert split.num_predictors <= 7
+
+
+def test_a_row_of_logits_masked_by_groups_takes_its_own_logits_alone():
+    """As of a nested logit: sums over the members of each group, and each alternative's own of these."""
+    rng = np.random.default_rng(0)
+    x, y, group = jnp.asarray(rng.normal(size=(40, 4))), rng.integers(0, 4, 40), np.array([0, 0, 1, 1])
+
+    def of_row(theta, row, e):
+        scaled = (theta[:4] + theta[4] * x + theta[5] * x**2) / jnp.array([0.5, 0.5, 0.8, 0.8])
+        sums = jnp.stack([logsumexp(jnp.where(group == k, scaled, -jnp.inf), axis=-1) for k in range(2)], -1)
+        logits = jax.nn.log_softmax(jnp.array([0.5, 0.8]) * sums, axis=-1)[:, group] + scaled - sums[:, group]
+        return dist.Categorical(logits=logits).log_prob(y)[e]
+
+    split = factorize(of_row, jax.ShapeDtypeStruct((6,), x.dtype), {}, jax.ShapeDtypeStruct((), jnp.int32))
+    theta = jnp.asarray(rng.normal(size=6))
+    constants = lambda e: split.constants(({}, e))  # noqa: E731
+    of_split = lambda e: split.density(split.predictors(theta, ({}, e)), constants(e))  # noqa: E731
+    every = jnp.arange(40, dtype=jnp.int32)
+    np.testing.assert_allclose(jax.vmap(of_split)(every), of_row(theta, {}, every), rtol=1e-6)
+    assert split.num_predictors == 4
+    program = jax.make_jaxpr(split.density)(jnp.zeros(4), constants(every[0]))
+    assert max(v.aval.size for eqn in program.eqns for v in eqn.outvars) <= 16
+
+
+def test_a_mask_on_an_affine_function_leaves_a_sum_one_predictor():
+    seen = np.array([True, False, True, True])
+
+    def of_row(theta, row, e):
+        return jnp.sin(theta[0] + theta[1] * jnp.where(seen, 0.5, 0.0) + jnp.where(seen, 0.0, theta[2:6]))[e]
+
+    split = factorize(of_row, jax.ShapeDtypeStruct((6,), float), {}, jax.ShapeDtypeStruct((), jnp.int32))
+    theta = jnp.asarray(np.random.default_rng(0).normal(size=6))
+    assert split.num_predictors == 1
+    for e in jnp.arange(4, dtype=jnp.int32):
+        found = split.density(split.predictors(theta, ({}, e)), split.constants(({}, e)))
+        np.testing.assert_allclose(found, of_row(theta, {}, e), rtol=1e-10)

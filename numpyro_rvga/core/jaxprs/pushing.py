@@ -18,7 +18,14 @@ from jax import Array, lax
 from .contractions import sides_of
 from .entries import first_of, num_distinct, without_repetition
 from .factoring import FACTORABLE, image_of, products_of
-from .like_pieces import LikePieces, chosen_from_pieces, inside_piece, only_piece, piece_number
+from .like_pieces import (
+    LikePieces,
+    chosen_from_pieces,
+    inside_piece,
+    one_of_constants,
+    only_piece,
+    piece_number,
+)
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value
 from .primitives import ARITHMETIC, freeze
 from .selection import (
@@ -34,6 +41,7 @@ from .selection import (
     with_trailing,
 )
 
+ELEMENTWISE = ARITHMETIC | {"select_n"}  # affine steps that work entry by entry
 REDUCTIONS = {
     "reduce_sum": jnp.sum,
     "reduce_max": jnp.max,
@@ -74,7 +82,7 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
         return unwrap(graph, selected(graph, of_affine, selection))
     if node.name == "pieces" and node.kind == POINTWISE:
         return _from_pieces_again(graph, node, selection)
-    if node.parents and (node.kind == POINTWISE or (node.kind == AFFINE and node.name in ARITHMETIC)):
+    if node.parents and (node.kind == POINTWISE or (node.kind == AFFINE and node.name in ELEMENTWISE)):
         parents = [selected(graph, parent, selection) for parent in node.parents]
         shape = selection.shape if any(parent.shape != () for parent in parents) else ()
         in_shapes = [shape if s != () else () for s in node.in_shapes]
@@ -90,7 +98,8 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
     if node.pushed is not None:
         pushed_through, inner = node.pushed
         return selected(graph, pushed_through, composed(inner, selection))
-    made = _pushed(graph, node, selection) if node.kind != CONSTANT and node.name in RULES else None
+    may_be_pushed = node.name in (RULES if node.kind != CONSTANT else RULES_OF_CONSTANTS)
+    made = _pushed(graph, node, selection) if may_be_pushed else None
     return selection_node(node, selection) if made is None else made
 
 
@@ -99,7 +108,8 @@ def _pushed(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     few, back = without_repetition(selection)
     repeats = few.size < selection.size
     asked = few if repeats else selection
-    made = RULES[node.name](graph, node, asked) if asked.size < node.size else None
+    rule = RULES_OF_CONSTANTS[node.name] if node.kind == CONSTANT else RULES[node.name]
+    made = rule(graph, node, asked) if asked.size < node.size else None
     return made if made is None or not repeats or made.shape == () else selection_node(made, back)
 
 
@@ -126,7 +136,8 @@ def predictor(graph: NodeCache, affine: Node) -> Node:
 
 def unwrap(graph: NodeCache, affine: Node) -> Node:
     """An affine node as elementwise arithmetic with constants on a predictor that several terms can share."""
-    if affine.name in ("mul", "div", "neg", "copy", "convert_element_type", "offset"):
+    of_one = affine.name == "select_n" and sum(parent.kind == AFFINE for parent in affine.parents) == 1
+    if of_one or affine.name in ("mul", "div", "neg", "copy", "convert_element_type", "offset"):
         parents = [unwrap(graph, p) if p.kind == AFFINE else p for p in affine.parents]
         key = ("unwrap", affine.serial)
         return graph.node(key, lambda: affine.of(parents, POINTWISE, affine.shape, affine.in_shapes))
@@ -283,6 +294,14 @@ def _stacked(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     return _of_pieces(graph, node, selection, node.params["axis"], parts, keeps_axis=False)
 
 
+def _one_of(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
+    """The piece whose number is given, of constants: it is chosen for each element, from what that needs."""
+    number, *arrays = node.parents
+    if any(array.shape != node.shape for array in arrays):
+        return None
+    return one_of_constants(number, [selected(graph, array, selection) for array in arrays])
+
+
 def _of_pieces(
     graph: NodeCache, node: Node, selection: Selection, axis: int, parts: list[tuple[Node, int]], *, keeps_axis: bool
 ) -> Node | None:
@@ -377,3 +396,4 @@ RULES: dict[str, Callable[..., Node | None]] = {
     **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(CUMULATIVE, _cumulative),
 }
+RULES_OF_CONSTANTS: dict[str, Callable[..., Node | None]] = {"one of": _one_of}  # others are computed once
