@@ -1,6 +1,8 @@
-"""Logarithms of the gamma and beta functions, for densities that are evaluated at many nodes.
+"""Logarithms of the gamma and beta functions, and maxima, for densities that are evaluated at many nodes.
 
-With their derivatives they take a third of the time of JAX's, which serve all arguments.
+With their derivatives, the former take a third of the time of JAX's, which serve all arguments. The derivative of JAX's
+maximum asks which argument equals it. A compiler that computes the argument once more, with a multiplication and an
+addition rounded as one, finds that neither does, and the derivative is zero.
 """
 
 from __future__ import annotations
@@ -17,6 +19,16 @@ TERMS = {64: (8, 8), 32: (4, 4)}  # of the product and of the series, by the pre
 LARGE = 1e4  # arguments that need no product
 
 
+def maximum(a: Array, b: Array) -> Array:
+    """The larger number; NaN if one is. Where they are equal, its derivative is that of the first."""
+    return jnp.where((a >= b) | jnp.isnan(a), a, b)
+
+
+def minimum(a: Array, b: Array) -> Array:
+    """The smaller number; likewise."""
+    return jnp.where((a <= b) | jnp.isnan(a), a, b)
+
+
 def log_gamma(x: Array) -> Array:
     """log |Gamma(x)| for x > -4 (-2 in single precision), to about as many digits as the precision has. NaN or rough
     below, where no density of NumPyro is evaluated."""
@@ -27,7 +39,7 @@ def log_gamma(x: Array) -> Array:
 
 def log_beta(a: Array, b: Array) -> Array:
     """log(Gamma(a) Gamma(b) / Gamma(a + b)) for positive a and b, of any ratio."""
-    large, small = jnp.maximum(a, b), jnp.minimum(a, b)
+    large, small = maximum(a, b), minimum(a, b)
     moved, product = _moved(large)
     total = moved + small
     ratio = jnp.where(large < LARGE, _product(jnp.where(large < LARGE, large + small, 1.0)) / product, 1.0)

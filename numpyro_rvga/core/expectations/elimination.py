@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..special import maximum
+
 MAX_STATES = 1024  # assignments that are evaluated
 MAX_TABLE = 2**15  # entries of one variable's table with its neighbors
 IMPOSSIBLE = -1e30  # stands for log(0), of which sums have no slopes
@@ -91,7 +93,7 @@ class StateSum(NamedTuple):
         return jnp.where(total > 0.5 * IMPOSSIBLE, total, -jnp.inf)
 
     def _all_values(self, table: Array) -> Array:
-        values = jnp.concatenate([jnp.zeros(1, table.dtype), jnp.maximum(table, IMPOSSIBLE).ravel()])
+        values = jnp.concatenate([jnp.zeros(1, table.dtype), maximum(table, IMPOSSIBLE).ravel()])
         for steps in self.rounds:
             made = [_log_sum_exp(jnp.sum(values[step.terms], axis=-1)).ravel() for step in steps]
             values = jnp.concatenate([values, *made])
@@ -115,7 +117,7 @@ def _as_one_step(function: Callable[[Array], Array]) -> Callable[[Array], Array]
 
 def _log_sum_exp(x: Array) -> Array:
     """Log-sum-exp over the last axis, with zero slopes where all entries are log(0)."""
-    return jax.nn.logsumexp(jnp.maximum(x, IMPOSSIBLE), axis=-1)
+    return jax.nn.logsumexp(maximum(x, IMPOSSIBLE), axis=-1)
 
 
 def over_all_states(sizes: Sequence[int]) -> StateSum | None:

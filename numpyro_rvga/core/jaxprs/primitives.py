@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr
 
 from ..matrices.linalg import cholesky_by_columns, solve_triangular
-from ..special import log_beta, log_gamma
+from ..special import log_beta, log_gamma, maximum, minimum
 
 POINTWISE_PRIMITIVES = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp copy copy_p
@@ -34,6 +34,7 @@ ARITHMETIC = frozenset("sum offset mul div neg copy convert_element_type".split(
 INLINED_PRIMITIVES = frozenset("jit pjit closed_call core_call remat checkpoint remat2".split())
 # By the names of primitives and of JAX's own programs; programs of other names are written out.
 SPECIAL_FUNCTIONS = {"lgamma": log_gamma, "betaln": log_beta, "_betaln_impl": log_beta}
+SPECIAL_FUNCTIONS |= {"max": maximum, "min": minimum}
 
 UNKNOWN_LENGTH = 128  # taken of loops that end when their results say so
 UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once deadlock jaxlib's pool of two threads
