@@ -19,12 +19,12 @@ TERMS = {64: (8, 8), 32: (4, 4)}  # of the product and of the series, by the pre
 LARGE = 1e4  # arguments that need no product
 
 
-def maximum(a: Array, b: Array) -> Array:
+def maximum(a: Array, b: Array | float) -> Array:
     """The larger number; NaN if one is. Where they are equal, its derivative is that of the first."""
     return jnp.where((a >= b) | jnp.isnan(a), a, b)
 
 
-def minimum(a: Array, b: Array) -> Array:
+def minimum(a: Array, b: Array | float) -> Array:
     """The smaller number; likewise."""
     return jnp.where((a <= b) | jnp.isnan(a), a, b)
 
