@@ -260,7 +260,7 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
 
     def over_nodes(density: Callable, mean: Array, covariance: Array) -> ex.Moments:
         assert nodes is not None
-        return ex.from_nodes(density, ex.fixed_nodes(mean, covariance, *nodes), order)
+        return ex.from_nodes(density, mean, covariance, *nodes, order)
 
     if name != "ladder":
         return _Rule(at_density(over_nodes), order == 1)

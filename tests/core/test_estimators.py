@@ -44,7 +44,7 @@ class Sites(NamedTuple):
             def moments(mean, covariance, known, density=density):
                 row, weight = known
                 bound = lambda u: density(u, row)  # noqa: E731
-                found = ex.from_nodes(bound, ex.fixed_nodes(mean, covariance, *HERMITE), 2)
+                found = ex.from_nodes(bound, mean, covariance, *HERMITE, 2)
                 return tuple(weight * x for x in found)
 
             def plugin(mean, covariance, known, density=density):

@@ -26,8 +26,10 @@ def poisson(u):
 
 
 quadrature = jax.jit(ex.quadrature, static_argnums=(0, 1))
-from_nodes = jax.jit(ex.from_nodes, static_argnums=(0, 2))
-fixed_nodes = jax.jit(ex.fixed_nodes)
+
+
+def from_nodes(density, mean, covariance, nodes):
+    return jax.jit(lambda m, s: ex.from_nodes(density, m, s, *nodes, 2))(mean, covariance)
 
 
 def dense(function, mean, deviation, feature):
@@ -81,11 +83,10 @@ def test_rules_are_exact_for_quadratics_even_if_the_covariance_is_singular(size,
     covariance = jnp.asarray(root @ root.T)
     density = lambda u: slope @ u + 0.5 * u @ curvature @ u  # noqa: E731
     if rule == "hermite":
-        nodes = fixed_nodes(mean, covariance, *ex.hermite_nodes(size))
+        nodes = ex.hermite_nodes(size)
     else:
-        pair = ex.sigma_points(size) if rule == "sigma_points" else ex.monte_carlo_points([0], 64, size)
-        nodes = fixed_nodes(mean, covariance, *pair)
-    value, gradient, hessian = from_nodes(density, nodes, 2)
+        nodes = ex.sigma_points(size) if rule == "sigma_points" else ex.monte_carlo_points([0], 64, size)
+    value, gradient, hessian = from_nodes(density, mean, covariance, nodes)
     np.testing.assert_allclose(value, density(mean) + 0.5 * np.trace(curvature @ covariance), rtol=1e-10)
     np.testing.assert_allclose(gradient, slope + curvature @ mean, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(hessian, curvature, rtol=1e-9, atol=1e-9)
@@ -97,8 +98,7 @@ def test_monte_carlo_converges_to_quadrature():
     exact = quadrature(2, density, mean, covariance)
     errors = []
     for count in (64, 16384):
-        pair = ex.monte_carlo_points([1], count, 2)
-        found = from_nodes(density, fixed_nodes(mean, covariance, *pair), 2)
+        found = from_nodes(density, mean, covariance, ex.monte_carlo_points([1], count, 2))
         errors.append(max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(exact, found)))
     assert errors[1] < 0.01 < 0.5
     assert errors[1] < errors[0]

@@ -137,20 +137,6 @@ class Expectation(Protocol):
         ...
 
 
-class Nodes(NamedTuple):
-    """Weighted points: a = m + factor @ z.
-
-    :ivar points: (K, C). :ivar whitened: z, (K, C). :ivar weights: (K,).
-    :ivar factor: lower triangular, (C, C). :ivar inverse: its inverse, zero where it has none.
-    """
-
-    points: Array
-    whitened: Array
-    weights: Array
-    factor: Array
-    inverse: Array
-
-
 def linearized(density: Density, mean: Array, covariance: Array | None) -> Moments:
     """Derivatives at the mean; the covariance is ignored."""
 
@@ -180,22 +166,27 @@ def differentiated(expectation: Expectation, density: Density, mean: Array, cova
     return value, gradient, slope + slope.T
 
 
-def from_nodes(density: Density, nodes: Nodes, order: int) -> Moments:
-    """Expectations as weighted sums over nodes; a node of no weight counts nothing, whatever phi is there."""
-    used = nodes.weights != 0
-    weights = jnp.where(used, nodes.weights, 0.0)
-    points = jnp.where(used[:, None], nodes.points, nodes.points[jnp.argmax(weights)])
+def from_nodes(
+    density: Density, mean: Array, covariance: Array, whitened: np.ndarray, of_nodes: np.ndarray, order: int
+) -> Moments:
+    """Expectations as weighted sums over nodes mean + L z, L L^T = covariance; a node of no weight counts nothing,
+    whatever phi is there.
+
+    :param whitened: z, positions of the standard normal, (K, C). :param of_nodes: their weights, (K,).
+    """
+    z, weights, used = jnp.asarray(whitened, mean.dtype), jnp.asarray(of_nodes, mean.dtype), of_nodes != 0
+    factor, inverse = semidefinite_factor(covariance)
+    points = mean + jnp.where(used[:, None], z, z[np.argmax(used)]) @ factor.T
     if order == 0:
         values = jax.vmap(density)(points)
         value = weights @ values
         weighted = weights * (values - value)  # centered: the same expectation, less cancellation
-        score = weighted @ nodes.whitened
-        square = jnp.einsum("k,ki,kj->ij", weighted, nodes.whitened, nodes.whitened)
-        return value, nodes.inverse.T @ score, nodes.inverse.T @ square @ nodes.inverse
+        square = jnp.einsum("k,ki,kj->ij", weighted, z, z)
+        return value, inverse.T @ (weighted @ z), inverse.T @ square @ inverse
     values, gradients = jax.vmap(jax.value_and_grad(density))(points)
     value, gradient = weights @ values, weights @ gradients
     if order == 1:
-        return with_slopes(value, gradient, gradients, nodes.whitened, weights, nodes.factor, nodes.inverse)
+        return with_slopes(value, gradient, gradients, z, weights, factor, inverse)
     hessians = jax.vmap(jax.hessian(density))(points)
     return value, gradient, jnp.einsum("k,kij->ij", weights, hessians)
 
@@ -216,7 +207,7 @@ def with_slopes(
 def quadrature(order: int, density: Density, mean: Array, covariance: Array) -> Moments:
     """One predictor: panels that adapt to phi. Two or three: Gauss-Hermite."""
     if mean.shape[0] > 1:
-        return from_nodes(density, fixed_nodes(mean, covariance, *hermite_nodes(mean.shape[0])), order)
+        return from_nodes(density, mean, covariance, *hermite_nodes(mean.shape[0]), order)
     root, inverse = semidefinite_factor(covariance)
     root, inverse = root[0, 0], inverse[0, 0]
     phi = lambda a: density(a[None])  # noqa: E731
@@ -238,13 +229,6 @@ def quadrature(order: int, density: Density, mean: Array, covariance: Array) -> 
 def hermite_nodes(dimension: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions (K, dimension) and weights (K,) for log densities."""
     return hermite_rule(dimension, HERMITE_NODES[dimension])
-
-
-def fixed_nodes(mean: Array, covariance: Array, whitened: Array | np.ndarray, weights: Array | np.ndarray) -> Nodes:
-    """Nodes at given positions of the standard normal: whitened (K, C), weights (K,)."""
-    factor, inverse = semidefinite_factor(covariance)
-    z = jnp.asarray(whitened, mean.dtype)
-    return Nodes(mean + z @ factor.T, z, jnp.asarray(weights, mean.dtype), factor, inverse)
 
 
 def sigma_points(num_predictors: int) -> tuple[np.ndarray, np.ndarray]:
