@@ -10,6 +10,7 @@ import pytest
 from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import logsumexp, xlog1py, xlogy
 
+from numpyro_rvga.core.jaxprs.interpret import of_outputs
 from numpyro_rvga.core.jaxprs.symbolic import Reading, factorize
 
 SIZE = 6
@@ -346,10 +347,31 @@ def test_density_of_the_predictors_is_the_function_and_so_are_its_derivatives(na
         return jnp.asarray(fun(t, *row), float)
 
     derivative = jax.jacfwd if name == "while loop" else jax.grad  # a while loop has no reverse mode
-    everything = rebuilt, direct, derivative(rebuilt), derivative(direct)
-    found, expected, slope, expected_slope = jax.jit(jax.vmap(lambda t: [f(t) for f in everything]))(points())
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(slope, expected_slope, rtol=1e-9, atol=1e-10)
+
+    def unjoined(t):
+        return split.value(t, row, split.constants(row))
+
+    both = rebuilt, unjoined
+    everything = direct, *both, derivative(direct), *map(derivative, both)
+    expected, *found, expected_slope, one, other = jax.jit(jax.vmap(lambda t: [f(t) for f in everything]))(points())
+    np.testing.assert_allclose(found, [expected] * 2, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose([one, other], [expected_slope] * 2, rtol=1e-9, atol=1e-10)
+
+
+def test_slopes_of_predictors_that_are_not_joined_pass_through_none_of_the_others():
+    def fun(t, x):
+        return jnp.sum(jnp.exp(t[:3])) + (x @ t[3:5]) ** 2
+
+    x = jnp.ones(2)
+    split = factorize(fun, THETA, x)
+    theta, constants = jnp.ones(SIZE), split.constants((x,))
+
+    def needs_exponential(value):
+        program = jax.make_jaxpr(jax.grad(value))(x)
+        return any(eqn.primitive.name == "exp" for eqn in of_outputs(program, [0]).jaxpr.eqns)
+
+    assert needs_exponential(lambda x: split.density(split.predictors(theta, (x,)), constants))
+    assert not needs_exponential(lambda x: split.value(theta, (x,), constants))
 
 
 @by_example

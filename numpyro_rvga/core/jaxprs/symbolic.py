@@ -35,6 +35,8 @@ class Factorization(NamedTuple):
 
     :ivar int num_predictors: C.
     :ivar bool is_affine: whether ``fun`` itself is affine in theta (then C = 1 and ``density`` is the identity).
+    :ivar value: theta, row, constants(row) -> ``fun(theta, *row)``. The predictors are joined to no vector, through all
+        of which the derivative in one of them would pass.
     """
 
     num_predictors: int
@@ -42,6 +44,7 @@ class Factorization(NamedTuple):
     predictors: Callable[[jax.Array, tuple], jax.Array]
     constants: Callable[[tuple], tuple]
     density: Callable[[jax.Array, tuple], jax.Array]
+    value: Callable[[jax.Array, tuple, tuple], jax.Array]
 
     def at_most(self, size: int) -> Factorization:
         """The factorization; with theta (P,) itself as predictors, where these would be more numbers. ``size``: P."""
@@ -51,7 +54,8 @@ class Factorization(NamedTuple):
         def density(u, row):
             return self.density(self.predictors(u, row), self.constants(row))
 
-        return Factorization(size, False, lambda theta, row: theta, lambda row: row, density)
+        value = lambda theta, row, values: density(theta, values)  # noqa: E731
+        return Factorization(size, False, lambda theta, row: theta, lambda row: row, density, value)
 
 
 class Reading:
@@ -114,24 +118,32 @@ class Reading:
             flat = jax.tree.leaves(row)
             return {n.serial: jnp.reshape(x, n.shape) for n, x in zip(row_nodes, flat)}
 
-        def predictors(theta_value, row):
+        def affine_values(theta_value, row):
             environment = bind_row(row) | {theta_node.serial: jnp.reshape(theta_value, theta_node.shape)}
-            values = evaluate_nodes(affine_nodes, environment)
-            flat = [jnp.ravel(v).astype(theta.dtype) for v in values]
+            return evaluate_nodes(affine_nodes, environment)
+
+        def predictors(theta_value, row):
+            flat = [jnp.ravel(v).astype(theta.dtype) for v in affine_values(theta_value, row)]
             return jnp.concatenate(flat) if flat else jnp.zeros((0,), theta.dtype)
 
         def constant_values(row):
             return tuple(evaluate_nodes(constants, bind_row(row)))
 
-        def density(u, values):
-            pieces = jnp.split(u, list(itertools.accumulate(sizes))[:-1]) if sizes else []
+        def at_pieces(pieces, values):
             environment = {n.serial: v for n, v in zip(constants, values)}
             environment |= {n.serial: jnp.reshape(piece, n.shape).astype(n.dtype) for n, piece in zip(leaves, pieces)}
             for serial, node in reversed(derived.items()):  # newer ones may be sums of older ones
                 environment[serial] = evaluate_nodes([node], environment)[0]
-            return jnp.reshape(evaluate_nodes([root], environment)[0], ()).astype(u.dtype)
+            return jnp.reshape(evaluate_nodes([root], environment)[0], ())
 
-        return Factorization(sum(sizes), out.is_affine, predictors, constant_values, density)
+        def density(u, values):
+            pieces = jnp.split(u, list(itertools.accumulate(sizes))[:-1]) if sizes else []
+            return at_pieces(pieces, values).astype(u.dtype)
+
+        def value(theta_value, row, values):
+            return at_pieces(affine_values(theta_value, row), values).astype(theta.dtype)
+
+        return Factorization(sum(sizes), out.is_affine, predictors, constant_values, density, value)
 
 
 def _is_of_rows(node: Node) -> bool:

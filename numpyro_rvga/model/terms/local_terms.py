@@ -22,7 +22,6 @@ from ...core.expectations.local_integrals import (
     num_nodes,
     place_nodes,
 )
-from ...core.jaxprs.joining import without_joining
 from ...core.jaxprs.symbolic import Factorization, factorize
 from ...core.matrices.linalg import cholesky, solve_lower
 from ..data.rows import Arrays
@@ -144,12 +143,7 @@ class _Split:
         z = jax.ShapeDtypeStruct((slopes.shape[1],), self._dtype)
         inner = factorize(partial(self._joint, kept), z, *arguments)
         values = inner.constants(arguments)
-
-        def of_z(z: Array, arguments: tuple, values: tuple) -> Array:
-            return inner.density(inner.predictors(z, arguments), values)
-
-        evaluated = without_joining(of_z, z, arguments, values)
-        return lambda z: evaluated(z, arguments, values)
+        return lambda z: inner.value(z, arguments, values)
 
     def _joint(self, kept: np.ndarray, z: Array, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Array:
         is_kept = np.isin(np.arange(self.num_predictors), kept)
