@@ -66,7 +66,6 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         concave=terms.closed_form in cf.CONCAVE or is_constant(terms),
         quadratic=(name == "exact" and terms.closed_form is cf.Gaussian) or is_constant(terms),
         conservative=rule.conservative,
-        sampled=sampled,
         information=site.information if has_information else None,
         has_errors=rule.has_errors,
         few=None if rule.few is None else site.few,

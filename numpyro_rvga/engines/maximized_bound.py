@@ -184,7 +184,7 @@ class SparseMaximizedBound:
         """The one of an engine, made for what its data determine of the prior."""
         problem = sparse.keeps_sums(problem, chunks)._replace(init=None)
         num_chunks = chunks.weights.shape[0] if problem.sums is None else 1
-        key = cls, sparse, sparse.engine.program, num_chunks, nodes
+        key = cls, sparse.sparsity.key, sparse.engine.program, num_chunks, nodes
         bound = copy.copy(sparse.engine.once(key, lambda: cls(sparse, num_chunks, nodes)))
         bound._problem, bound.packing = problem, problem.packing
         return bound

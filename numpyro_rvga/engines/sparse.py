@@ -80,7 +80,6 @@ class SparseEngine:
 
     def __init__(self, engine: Engine, sparsity: Sparsity):
         self.sparsity, self.engine = sparsity, engine
-        self._identity = object()
         program, prior = engine.program, engine.program.prior
         gaussian_kinds = tuple(_gaussian_kind(terms, engine.options) for terms in prior.gaussian)
         self._kinds = engine.kinds, engine.prior_kinds, gaussian_kinds
@@ -97,12 +96,6 @@ class SparseEngine:
         other = copy.copy(self)
         other.engine = engine
         return other
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SparseEngine) and self._identity is other._identity
-
-    def __hash__(self) -> int:
-        return id(self._identity)
 
     def problem(
         self, rows: Rows, marginals: DiagonalGaussian | None = None, weights: np.ndarray | None = None

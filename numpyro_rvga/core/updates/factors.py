@@ -49,7 +49,6 @@ class Kind(NamedTuple):
     :ivar concave: whether phi is log-concave. :ivar quadratic: whether it is a polynomial of the second degree.
     :ivar conservative: whether ``expect``'s gradient and curvature derive from its value. If not (inverse probit),
         the fixed-point equations are solved as a root instead.
-    :ivar sampled: whether expectations are averages over many nodes, dearer than a product of matrices.
     :ivar information: (mean, constants) -> the Fisher information (C, C), which replaces minus the Hessian where
         that is no curvature to go by.
     :ivar has_errors: whether ``expect`` estimates its errors. Else they are zero.
@@ -66,13 +65,17 @@ class Kind(NamedTuple):
     concave: bool
     quadratic: bool = False
     conservative: bool = True
-    sampled: bool = False
     information: Callable[[Array, tuple], Array] | None = None
     has_errors: bool = False
     few: Expect | None = None
     values: Callable[[Array, Array, tuple], tuple[Array, Array]] | None = None
     has_few_draws: bool = False
     held_out: Callable[[Array, Array, tuple], Array] | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether expectations are averages over many nodes, dearer than a product of matrices."""
+        return self.held_out is not None
 
     def at(self, predictors: Array, constants: tuple) -> Moments:
         """phi (n,), its gradient (n, C) and its Hessian (n, C, C) at predictors (n, C), which have no variance."""
