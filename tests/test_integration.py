@@ -331,6 +331,75 @@ def test_float32_takes_effects_that_nearly_agree():
     np.testing.assert_allclose(posterior.elbo, log_evidence, atol=0.01)
 
 
+NUMBER, SEEN = 6, np.array([True, True, False, True, True])
+
+
+def tilted_by_a_line(b):
+    numpyro.factor("line", 3.0 * b.sum())
+
+
+def tied_by_masked_differences(b):
+    with numpyro.handlers.mask(mask=SEEN):
+        numpyro.sample("steps", dist.Normal(b[1:] - b[:-1], 0.3), obs=np.zeros(5))
+
+
+def loosened(b):
+    numpyro.factor("convex", 0.05 * b[0] ** 2)
+
+
+@pytest.mark.parametrize("tie", [tilted_by_a_line, tied_by_masked_differences, loosened])
+def test_priors_of_other_quadratic_terms_are_integrated_exactly(tie):
+    """Against the evidence by quadrature over the scale, of a quadratic in the effects."""
+    y = np.array([0.3, -0.2, 0.5, 0.1, -0.4, 0.2])
+
+    def model(y):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        b = numpyro.sample("b", dist.Normal(0, tau).expand([NUMBER]).to_event(1))
+        tie(b)
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", dist.Normal(b[np.arange(NUMBER)], 0.5), obs=y)
+
+    found = FixedPointVI(model, integrate=["tau"]).run({"y": y}, progress_bar=False)
+    log_tau = np.linspace(-8, 2.5, 2000)
+    evidence = jax.jit(jax.vmap(lambda z: _gaussian_evidence(model, y, jnp.exp(z)) + z))(log_tau)
+    log_evidence = logsumexp(evidence) + np.log(log_tau[1] - log_tau[0])
+    np.testing.assert_allclose(found.elbo, log_evidence, atol=5e-3)
+
+
+def _gaussian_evidence(model, y, tau):
+    """log of the integral over b of the joint density, a quadratic's exponential."""
+
+    def joint(b):
+        with numpyro.handlers.substitute(data={"tau": tau, "b": b}), numpyro.handlers.seed(rng_seed=0):
+            return numpyro.infer.util.log_density(model, (y,), {}, {"tau": tau, "b": b})[0]
+
+    zero = jnp.zeros(NUMBER)
+    value, slope, hessian = joint(zero), jax.grad(joint)(zero), jax.hessian(joint)(zero)
+    move = jnp.linalg.solve(-hessian, slope)
+    return value + 0.5 * slope @ move + 0.5 * NUMBER * jnp.log(2 * jnp.pi) - 0.5 * jnp.linalg.slogdet(-hessian)[1]
+
+
+def test_a_gaussian_process_alone_is_integrated():
+    """Nothing is Normal beside one multivariate normal site."""
+    places, y = np.arange(3.0), np.array([0.5, -0.2, 0.8])
+
+    def model(y):
+        length = numpyro.sample("length", dist.HalfNormal(1))
+        kernel = jnp.exp(-0.5 * ((places[:, None] - places) / length) ** 2) + 1e-6 * jnp.eye(3)
+        f = numpyro.sample("f", dist.MultivariateNormal(0.0, kernel))
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    found = FixedPointVI(model, integrate=["length"]).run({"y": y}, progress_bar=False)
+    log_length = np.linspace(-6, 2, 2000)
+    log_density = np.empty(2000)
+    for i, length in enumerate(np.exp(log_length)):
+        kernel = np.exp(-0.5 * ((places[:, None] - places) / length) ** 2) + (1e-6 + 0.09) * np.eye(3)
+        log_density[i] = stats.multivariate_normal(cov=kernel).logpdf(y) + stats.halfnorm.logpdf(length) + log_length[i]
+    log_evidence = logsumexp(log_density) + np.log(log_length[1] - log_length[0])
+    np.testing.assert_allclose(found.elbo, log_evidence, atol=5e-3)
+
+
 def test_float32_finds_the_same():
     with jax.enable_x64(False):
         single = {name: array.astype(np.float32) for name, array in SCHOOLS.items()}

@@ -1,8 +1,8 @@
 """Logarithms of the gamma and beta functions, and maxima, for densities that are evaluated at many nodes.
 
-With their derivatives, the former take a third of the time of JAX's, which serve all arguments. The derivative of JAX's
-maximum asks which argument equals it. A compiler that computes the argument once more, with a multiplication and an
-addition rounded as one, finds that neither does, and the derivative is zero.
+With their derivatives, these logarithms take a third of the time of JAX's, which serve all arguments. The derivative of
+JAX's maximum asks which argument equals it. A compiler that computes the argument once more, with a multiplication and
+an addition rounded as one, finds that neither does, and the derivative is zero.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ LARGE = 1e4  # arguments that need no product
 
 
 def maximum(a: Array, b: Array | float) -> Array:
-    """The larger number; NaN if one is. Where they are equal, its derivative is that of the first."""
-    return jnp.where((a >= b) | jnp.isnan(a), a, b)
+    """The larger number; NaN if one is. Where they are equal, its derivative is half of each, as JAX's."""
+    return _chosen((a > b) | jnp.isnan(a), a, b)
 
 
 def minimum(a: Array, b: Array | float) -> Array:
     """The smaller number; likewise."""
-    return jnp.where((a <= b) | jnp.isnan(a), a, b)
+    return _chosen((a < b) | jnp.isnan(a), a, b)
+
+
+def _chosen(is_first: Array, a: Array, b: Array | float) -> Array:
+    return jnp.where(is_first, a, jnp.where(a == b, (a + b) / 2, b)).astype(a.dtype)
 
 
 def log_gamma(x: Array) -> Array:

@@ -8,7 +8,7 @@ import pytest
 from scipy import special
 
 from numpyro_rvga.core.jaxprs.symbolic import factorize
-from numpyro_rvga.core.special import log_beta, log_gamma
+from numpyro_rvga.core.special import log_beta, log_gamma, maximum, minimum
 
 SIZES = np.concatenate([10.0 ** np.linspace(-10, 20, 301), np.linspace(0.01, 20, 300), [9999.9, 10000.1]])
 PRECISION = {jnp.float64: 1e-14, jnp.float32: 2e-6}
@@ -62,6 +62,30 @@ def test_slopes_are_right_however_the_compiler_rounds():
     slope = jax.jit(jax.grad(total)).lower(80.3).compile(options)
     numeric = (total(80.3 + 1e-4) - total(80.3 - 1e-4)) / 2e-4
     np.testing.assert_allclose(slope(80.3), numeric, rtol=1e-6)
+
+
+@pytest.mark.parametrize("function, jaxs", [(maximum, jnp.maximum), (minimum, jnp.minimum)])
+def test_maxima_and_their_slopes_are_jaxs(function, jaxs):
+    a = jnp.array([0.0, 1.0, -2.0, jnp.nan, 3.0, -jnp.inf, 4.0])
+    b = jnp.array([0.0, 1.5, -3.0, 1.0, jnp.nan, -jnp.inf, 4.0])
+    np.testing.assert_array_equal(function(a, b), jaxs(a, b))
+    found, expected = (
+        jax.vmap(jax.grad(f, argnums=(0, 1)))(a[jnp.array([0, 1, 2, 6])], b[jnp.array([0, 1, 2, 6])])
+        for f in (function, jaxs)
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert function(jnp.array(3), jnp.array(4)).dtype == jnp.array(3).dtype
+
+
+def test_a_function_of_the_users_that_is_named_max_stays_theirs():
+    @jax.jit
+    def max(a, b):
+        return jnp.logaddexp(a, b)
+
+    theta = jnp.array([0.3, -0.4])
+    split = factorize(lambda t: jnp.sin(max(t[0], t[1])), jax.ShapeDtypeStruct((2,), theta.dtype))
+    found = split.density(split.predictors(theta, ()), split.constants(()))
+    np.testing.assert_allclose(found, jnp.sin(jnp.logaddexp(0.3, -0.4)), rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -495,6 +495,19 @@ def test_a_row_of_logits_masked_by_groups_takes_its_own_logits_alone():
     assert max(v.aval.size for eqn in program.eqns for v in eqn.outvars) <= 16
 
 
+def test_entries_of_masked_affine_functions_count_once():
+    mask, repeated = np.array([True, False, True, True]), np.array([0, 0, 1, 1])
+    weights = jnp.array([1.0, -2.0, 0.5, 3.0])
+
+    def fun(theta):
+        return jnp.sin(jnp.where(mask, theta[:4], theta[4:8])[repeated]) @ weights
+
+    split = factorize(fun, jax.ShapeDtypeStruct((8,), float))
+    theta = jnp.asarray(np.random.default_rng(0).normal(size=8))
+    assert split.num_predictors == 2
+    np.testing.assert_allclose(split.density(split.predictors(theta, ()), split.constants(())), fun(theta), rtol=1e-10)
+
+
 def test_a_mask_on_an_affine_function_leaves_a_sum_one_predictor():
     seen = np.array([True, False, True, True])
 

@@ -52,9 +52,9 @@ class LikePieces:
             (n.kind, n.shape, n.dtype, n.in_shapes) != (first.kind, first.shape, first.dtype, first.in_shapes)
             for n in nodes
         ):
-            return one_of_constants(self._number, nodes) if _are_constant(nodes) else None
+            return self._constant(nodes) if _are_constant(nodes) else None
         if first.kind == CONSTANT:
-            return one_of_constants(self._number, nodes)
+            return self._constant(nodes)
         stands_for = [node.leaf_of or node.unwraps for node in nodes]
         if all(stands_for):
             affine = self.one_of([node for node in stands_for if node is not None])
@@ -66,6 +66,17 @@ class LikePieces:
         operation, *others = map(_operation, nodes)
         is_one = operation is not None and all(other == operation for other in others)
         return self._step(nodes) if is_one else None
+
+    def _constant(self, nodes: Nodes) -> Node | None:
+        """Of constants of one shape: they are computed for each row, and the piece's is chosen."""
+        shape = np.broadcast_shapes(*[node.shape for node in nodes])
+        dtype = jnp.result_type(*[node.dtype for node in nodes])
+
+        def apply(number: Array, *arrays: Array) -> Array:
+            return jnp.stack(jnp.broadcast_arrays(*arrays))[number].astype(dtype)
+
+        in_shapes = [(), *[node.shape for node in nodes]]
+        return Node(CONSTANT, shape, dtype, [self._number, *nodes], apply, in_shapes, "one of")
 
     def _selection(self, nodes: Nodes) -> Node | None:
         """Of selections from one array, or from arrays that are computed alike."""
@@ -121,18 +132,6 @@ class LikePieces:
                 return None
             parts.append(part)
         return Value(values[0].shape, values[0].dtype, *parts)
-
-
-def one_of_constants(number: Node, nodes: Sequence[Node]) -> Node:
-    """Of constants of one shape: they are computed for each row, and the piece's is chosen."""
-    shape = np.broadcast_shapes(*[node.shape for node in nodes])
-    dtype = jnp.result_type(*[node.dtype for node in nodes])
-
-    def apply(number: Array, *arrays: Array) -> Array:
-        return jnp.stack([jnp.broadcast_to(array, shape) for array in arrays])[number].astype(dtype)
-
-    in_shapes = [(), *[node.shape for node in nodes]]
-    return Node(CONSTANT, shape, dtype, [number, *nodes], apply, in_shapes, "one of")
 
 
 def _are_constant(nodes: Nodes) -> bool:

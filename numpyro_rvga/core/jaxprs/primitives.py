@@ -32,9 +32,9 @@ LINEAR_PRIMITIVES = frozenset(
 BILINEAR_PRIMITIVES = frozenset(["dot_general", "conv_general_dilated"])
 ARITHMETIC = frozenset("sum offset mul div neg copy convert_element_type".split())
 INLINED_PRIMITIVES = frozenset("jit pjit closed_call core_call remat checkpoint remat2".split())
-# By the names of primitives and of JAX's own programs; programs of other names are written out.
-SPECIAL_FUNCTIONS = {"lgamma": log_gamma, "betaln": log_beta, "_betaln_impl": log_beta}
-SPECIAL_FUNCTIONS |= {"max": maximum, "min": minimum}
+# By the names of primitives, and of JAX's own programs; programs of other names are written out.
+SPECIAL_PRIMITIVES = {"lgamma": log_gamma, "max": maximum, "min": minimum}
+SPECIAL_PROGRAMS = {"betaln": log_beta, "_betaln_impl": log_beta}
 
 UNKNOWN_LENGTH = 128  # taken of loops that end when their results say so
 UNROLLED_SIZE = 16  # batches of small LAPACK calls are slow, and two at once deadlock jaxlib's pool of two threads
@@ -81,8 +81,9 @@ def is_float(dtype) -> bool:
 
 def special_function(eqn) -> Callable | None:
     """This package's implementation of an elementwise special function; None if it has none."""
-    inlined = eqn.primitive.name in INLINED_PRIMITIVES
-    return SPECIAL_FUNCTIONS.get(eqn.params.get("name") if inlined else eqn.primitive.name)
+    if eqn.primitive.name in INLINED_PRIMITIVES:
+        return SPECIAL_PROGRAMS.get(eqn.params.get("name"))
+    return SPECIAL_PRIMITIVES.get(eqn.primitive.name)
 
 
 def binder(eqn, *, unrolled: bool = True, **changed: Any) -> Callable:

@@ -18,14 +18,7 @@ from jax import Array, lax
 from .contractions import sides_of
 from .entries import first_of, num_distinct, without_repetition
 from .factoring import FACTORABLE, image_of, products_of
-from .like_pieces import (
-    LikePieces,
-    chosen_from_pieces,
-    inside_piece,
-    one_of_constants,
-    only_piece,
-    piece_number,
-)
+from .like_pieces import LikePieces, chosen_from_pieces, inside_piece, only_piece, piece_number
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value
 from .primitives import ARITHMETIC, freeze
 from .selection import (
@@ -82,6 +75,10 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
         return unwrap(graph, selected(graph, of_affine, selection))
     if node.name == "pieces" and node.kind == POINTWISE:
         return _from_pieces_again(graph, node, selection)
+    if node.kind == AFFINE and node.name == "select_n":  # what repeats entries is known by a selection
+        few, back = without_repetition(selection)
+        if few.size < selection.size:
+            return selection_node(selected(graph, node, few), back)
     if node.parents and (node.kind == POINTWISE or (node.kind == AFFINE and node.name in ELEMENTWISE)):
         parents = [selected(graph, parent, selection) for parent in node.parents]
         shape = selection.shape if any(parent.shape != () for parent in parents) else ()
@@ -98,17 +95,16 @@ def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
     if node.pushed is not None:
         pushed_through, inner = node.pushed
         return selected(graph, pushed_through, composed(inner, selection))
-    may_be_pushed = node.name in (RULES if node.kind != CONSTANT else RULES_OF_CONSTANTS)
-    made = _pushed(graph, node, selection) if may_be_pushed else None
+    rule = (RULES_OF_CONSTANTS if node.kind == CONSTANT else RULES).get(node.name)
+    made = None if rule is None else _pushed(graph, node, selection, rule)
     return selection_node(node, selection) if made is None else made
 
 
-def _pushed(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
+def _pushed(graph: NodeCache, node: Node, selection: Selection, rule: Callable) -> Node | None:
     """By the rule for the node, of each entry once; None if it has none, or all entries are asked for."""
     few, back = without_repetition(selection)
     repeats = few.size < selection.size
     asked = few if repeats else selection
-    rule = RULES_OF_CONSTANTS[node.name] if node.kind == CONSTANT else RULES[node.name]
     made = rule(graph, node, asked) if asked.size < node.size else None
     return made if made is None or not repeats or made.shape == () else selection_node(made, back)
 
@@ -299,7 +295,8 @@ def _one_of(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     number, *arrays = node.parents
     if any(array.shape != node.shape for array in arrays):
         return None
-    return one_of_constants(number, [selected(graph, array, selection) for array in arrays])
+    parents = [number, *[selected(graph, array, selection) for array in arrays]]
+    return node.of(parents, CONSTANT, selection.shape, [parent.shape for parent in parents])
 
 
 def _of_pieces(

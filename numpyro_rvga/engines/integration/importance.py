@@ -107,7 +107,8 @@ def relative_sample_size(log_ratios: np.ndarray) -> float:
 
 
 def _share_missed(sample: _Sample, profiles: Profiles) -> float:
-    """Of the mass that the profiles foretell, the share where L is not finite; or of the density at their ends."""
+    """Of the mass that the profiles foretell, the share where L is not finite. Where a profile ends early: the ratio of
+    exp(L) there and at the mode, if it is more."""
     at_ends = [np.exp(-0.5 * profile.roots[[0, -1]] ** 2) for profile in profiles.axes]
     foretold = np.exp(-0.5 * np.sum(profiles.roots(sample.z).values ** 2, axis=1) - sample.log_proposal)
     is_missed = ~np.isfinite([point.evidence for point in sample.points])

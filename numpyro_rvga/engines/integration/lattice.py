@@ -30,7 +30,7 @@ SPACING = 0.75  # of a lattice, in standard deviations of the Gaussian at the mo
 CONVERGED = 0.02  # change of means, in standard deviations, and of log standard deviations, when the spacing doubles
 MAX_POINTS = 1_000
 MOST_AT_EDGE = math.log(1e-3)  # share of the mass in points whose neighbors are left out, in a complete lattice
-MOST_FORETOLD_WRONGLY = 0.2  # nats, or of a rise, between neighbors in a lattice
+MOST_FORETOLD_WRONGLY = 0.5  # nats, or of a rise, between neighbors in a lattice
 MAX_HALVINGS = 2
 REFINEMENT = {1: 4, 2: 3}  # of a lattice by interpolation, by its dimension
 MOST_NUMBERS = 2**27  # in the roots of all points
@@ -171,8 +171,8 @@ def _change(bounds: np.ndarray, means: np.ndarray, variances: np.ndarray, some: 
 
 
 def _are_slopes_of(kept: dict, bounds: np.ndarray, gradients: np.ndarray, scale: np.ndarray) -> bool:
-    """Whether bounds (K,) differ between neighbors by what their gradients (K, d) foretell: in single precision, these
-    may be rounding."""
+    """Whether bounds (K,) differ between neighbors by about what their gradients (K, d) foretell: in single precision,
+    these may be rounding."""
     if not np.isfinite(gradients).all():
         return False
     number, along = {index: k for k, index in enumerate(kept)}, gradients @ scale

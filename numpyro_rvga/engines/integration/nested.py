@@ -34,7 +34,7 @@ ABOVE = 0.5  # nats, by which a point may be higher than the mode
 NUM_COMPARED = 12  # points at which estimates are compared with L
 SAME_RISE = 0.01  # nats: by how much the largest and the least of differences that are taken for the same may differ
 FLATTEST = 3.0  # standard deviations of the prior: no Gaussian at a mode is wider
-MOST_MISSED = 0.05  # share of the mass next to points without a finite bound: more may be lost there
+MOST_MISSED = 0.05  # share of the mass at points without a finite bound, or next to them: more may be lost there
 NOT_FINITE = (
     "given the hyperparameters, the bound or its slope is not finite around the best point that was found. Use float64 "
     "(numpyro.enable_x64()), or leave integrate at False."

@@ -178,8 +178,9 @@ def state_at(prior: Prior, size: int, dtype: DTypeLike, moments: FullGaussian | 
     moments = jax.tree.map(lambda x: jnp.asarray(x, dtype), moments)
     gaussian, normals = gaussian_parts(prior, size, dtype, shared)
     terms, others = prior.gaussian, _other_indices(prior, size)
-    is_tall = sum(t.num_elements for t in terms) >= len(others) and all(t.num_predictors == 1 for t in terms)
-    normalized = _normalized_terms(terms, size, dtype, shared, others) if moments is None and is_tall else None
+    are_normal = bool(terms) and all(t.closed_form is Gaussian and t.num_predictors == 1 for t in terms)
+    is_determined = moments is None and are_normal and sum(t.num_elements for t in terms) >= len(others)
+    normalized = _normalized_terms(terms, size, dtype, shared, others) if is_determined else None
     return _assembled(jnp, prior, size, moments, gaussian, normals, normalized)
 
 
@@ -256,7 +257,7 @@ def _normalized(xp: Any, factor: CanonicalGaussian) -> tuple[Array, Array, Array
 def _normalized_terms(
     all_terms: Sequence[Terms], size: int, dtype: DTypeLike, shared: Arrays, indices: np.ndarray
 ) -> tuple[Array, Array, Array]:
-    """:func:`_normalized` of Gaussian terms of one predictor each, at least as many as entries of theta.
+    """:func:`_normalized` of log densities of Normal distributions, at least as many as entries of theta.
 
     With W the terms' Jacobian in units of their standard deviations, W = QR gives the precision W^T W = R^T R. Formed
     itself, it would lose twice as many digits: of effects around a mean, for instance, that nearly agree.
@@ -265,9 +266,10 @@ def _normalized_terms(
     for terms in all_terms:
         predictors, jacobian, _ = merged(linearize(terms, zero, shared))
         value, gradient, hessian = _derivatives(terms, predictors, merged(constants(terms, shared)))
-        weight = jnp.sqrt(-hessian[:, 0, 0])
-        rows.append(weight[:, None] * jacobian[:, 0, indices])
-        targets.append(jnp.where(weight > 0, gradient[:, 0] / jnp.where(weight > 0, weight, 1.0), 0.0))
+        counts = hessian[:, 0, 0] < 0  # others are masked
+        weight = jnp.sqrt(jnp.where(counts, -hessian[:, 0, 0], 1.0))
+        rows.append(jnp.where(counts, weight, 0.0)[:, None] * jacobian[:, 0, indices])
+        targets.append(jnp.where(counts, gradient[:, 0] / weight, 0.0))
         constant = constant + jnp.sum(value)
     q, r = jnp.linalg.qr(jnp.concatenate(rows))
     sign = jnp.where(jnp.diagonal(r) < 0, -1.0, 1.0).astype(dtype)
