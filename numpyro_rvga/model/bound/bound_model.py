@@ -258,8 +258,10 @@ class BoundModel(ModelRuns):
     def row_latents_of(self, rows: Arrays, rng: np.random.Generator) -> tuple[tuple, tuple]:
         """Values for the latent variables of some rows, to try things with: for :meth:`site_elements` of all rows, and
         of each row by itself, with a leading axis."""
-        total, infos = num_rows(rows), self._describe(rows)[0]
         local = LocalSites(self.local, {}, {}) if self.row_latents is None else self.row_latents
+        if not local.site_names:
+            return ({}, {}), ({}, {})
+        total, infos = num_rows(rows), self._describe(rows)[0]
 
         def of_each(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
             axis = next((i for i, n in enumerate(shape) if n != values.shape[i]), None)
