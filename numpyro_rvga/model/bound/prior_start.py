@@ -264,8 +264,7 @@ def _normalized_terms(
     """
     rows, targets, constant, zero = [], [], jnp.zeros((), dtype), jnp.zeros(size, dtype)
     for terms in all_terms:
-        predictors, jacobian, _ = merged(linearize(terms, zero, shared))
-        value, gradient, hessian = _derivatives(terms, predictors, merged(constants(terms, shared)))
+        jacobian, (value, gradient, hessian) = _expanded(terms, zero, shared)
         counts = hessian[:, 0, 0] < 0  # others are masked
         weight = jnp.sqrt(jnp.where(counts, -hessian[:, 0, 0], 1.0))
         rows.append(jnp.where(counts, weight, 0.0)[:, None] * jacobian[:, 0, indices])
@@ -299,14 +298,21 @@ def _sum_of(
     zero = jnp.zeros(size, dtype)
     precision, linear, constant = zero if pattern else jnp.zeros((size, size), dtype), zero, jnp.zeros((), dtype)
     for terms in all_terms:
-        if pattern:
-            predictors, jacobian = sparse_jacobian(terms, pattern, zero, shared)
-        else:
-            predictors, jacobian, _ = merged(linearize(terms, zero, shared))
-        value, gradient, hessian = _derivatives(terms, predictors, merged(constants(terms, shared)))
+        jacobian, (value, gradient, hessian) = _expanded(terms, zero, shared, pattern)
         precision, linear = precision + gram(jacobian, -hessian), linear + vjp(jacobian, gradient)
         constant = constant + jnp.sum(value)
     return CanonicalGaussian(precision, linear, constant, zero)
+
+
+def _expanded(
+    terms: Terms, theta: Array, shared: Arrays, pattern: Pattern | None = None
+) -> tuple[Any, tuple[Array, Array, Array]]:
+    """The predictors' Jacobian at theta, by ``pattern`` if there is one, and the terms' derivatives in them."""
+    if pattern:
+        predictors, jacobian = sparse_jacobian(terms, pattern, theta, shared)
+    else:
+        predictors, jacobian, _ = merged(linearize(terms, theta, shared))
+    return jacobian, _derivatives(terms, predictors, merged(constants(terms, shared)))
 
 
 def _normal_log_density(site: MultivariateNormalSite, size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
