@@ -128,7 +128,7 @@ class RVGA:
         adaptive quadrature, any number if all is Normal. The quadrature is for smooth integrands with one mode. It does
         not see others far away, nor jumps, and ``info["elbo_error"]`` does not include its error. ``"prior"`` makes
         the conditional prior of Normal ones of known scale part of q: a looser bound, and the usual one of sparse
-        Gaussian processes. ``"auto"``: ``"prior"`` where that is possible, else ``"marginal"``.
+        Gaussian processes. ``"auto"``: ``"marginal"`` where that is possible; in a stream else ``"prior"``.
     :raises ValueError: for options that do not exist or exclude each other.
 
     **References**

@@ -19,6 +19,7 @@ from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, w
 from ..model.data.rows import Data, Keywords, Rows, num_rows, same, snapshot
 from ..model.half_lines import read_on_positive_half
 from ..model.handlers.failures import (
+    CoupledRows,
     LocalLatents,
     LocalStates,
     UnboundedStates,
@@ -229,7 +230,7 @@ class Engines:
     @property
     def _program_options(self) -> Info:
         prefer_parameters = self._options.scheme == "ekf" or self._options.expectation == "linearized"
-        local = "prior" if self._local == "auto" else self._local  # if that is possible
+        local = "marginal" if self._local == "auto" else self._local  # if that is possible
         return {"improper_prior_scale": self._scale, "prefer_parameters": prefer_parameters, "local": local}
 
     @property
@@ -253,12 +254,19 @@ class Engines:
         }
         try:
             program = self._read(rows, model_kwargs, **options)
-        except LocalLatents as error:
-            if self._local != "auto" and not (self._batch and isinstance(error, LocalStates)):
-                raise
-            program = self._read(rows, model_kwargs, **options | {"local": "marginal"})
             if options["by_draws"] and self._local == "auto":
                 check_affordable(program, num_rows(rows))
+        except LocalStates:
+            if not self._batch:
+                raise
+            program = self._read(rows, model_kwargs, **options | {"local": "marginal"})
+        except NotImplementedError as error:
+            if self._local != "auto" or options["by_draws"] or isinstance(error, CoupledRows):
+                raise
+            try:
+                program = self._read(rows, model_kwargs, **options | {"local": "prior"})
+            except LocalLatents:
+                raise error from None
         if not self._whole:
             check_independence(program)
         if program.params.layout.size and not self._batch:

@@ -1,4 +1,6 @@
-"""Normal latents of single rows are integrated out: against closed forms and the sparse Gaussian process's bound."""
+"""Normal latents of single rows: against quadrature, closed forms and the sparse Gaussian process's bound."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -42,14 +44,58 @@ def with_offset(X, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(X @ w + 0.5 * SCALE**2)), obs=y)
 
 
-@pytest.mark.parametrize("method", [FixedPointVI, RVGA])
+@pytest.mark.parametrize("method", [FixedPointVI, partial(RVGA, local="prior")], ids=["batch", "recursion"])
 @pytest.mark.parametrize("model", [overdispersed, non_centered])
-def test_a_local_latent_adds_its_variance_to_the_predictors(model, method):
+def test_at_its_prior_a_local_latent_adds_its_variance_to_the_predictors(model, method):
     local = method(model).run(ROWS, progress_bar=False)
     plain = method(with_offset).run(ROWS, progress_bar=False)
     np.testing.assert_allclose(local.mean, plain.mean, atol=1e-6)
     np.testing.assert_allclose(local.covariance, plain.covariance, rtol=1e-5)
     np.testing.assert_allclose(local.elbo, plain.elbo - 0.5 * SCALE**2 * COUNTS.sum(), atol=1e-6)
+
+
+def counts_around_a_level(y=None):
+    level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+    with numpyro.plate("rows", len(y)):
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + SCALE * z)), obs=y)
+
+
+@pytest.mark.parametrize("of_data", [dict, lambda data: iter([data])], ids=["at hand", "stream"])
+def test_by_default_a_recursion_integrates_a_local_latent_out(of_data):
+    """At its prior, the standard deviation would be a third too small."""
+    posterior = RVGA(counts_around_a_level).run(of_data({"y": COUNTS}), progress_bar=False)
+    level, z = np.linspace(-3, 3, 601), np.linspace(-8, 8, 801)
+    log_rate = level[:, None] + SCALE * z
+    logs = [-0.125 * level**2]
+    for y in COUNTS:
+        of_z = y * log_rate - np.exp(log_rate) - 0.5 * z**2
+        logs.append(np.logaddexp.reduce(of_z, axis=1))
+    weights = np.exp(np.sum(logs, axis=0) - np.max(np.sum(logs, axis=0)))
+    mean = np.average(level, weights=weights)
+    sd = np.sqrt(np.average((level - mean) ** 2, weights=weights))
+    np.testing.assert_allclose(posterior.mean[0], mean, atol=0.02 * sd)
+    np.testing.assert_allclose(np.sqrt(posterior.covariance[0, 0]), sd, rtol=0.02)
+
+
+def four_of_each_row(y=None):
+    level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+    with numpyro.plate("rows", len(y)):
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + 0.5 * z[..., 0] + z[..., 1:].sum(-1) / 4)), obs=y)
+
+
+def test_local_latents_of_a_stream_that_have_no_quadrature_stay_at_their_prior():
+    posterior = RVGA(four_of_each_row).run(iter([{"y": COUNTS}]), progress_bar=False)
+    variance = 0.5**2 + 3 / 16
+    plain = RVGA(lambda y: counts_of(y, 0.5 * variance)).run(iter([{"y": COUNTS}]), progress_bar=False)
+    np.testing.assert_allclose(posterior.mean, plain.mean, atol=1e-6)
+
+
+def counts_of(y, offset):
+    level = numpyro.sample("level", dist.Normal(0.0, 2.0))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + offset)), obs=y)
 
 
 def test_the_log_likelihood_of_a_row_integrates_its_latent_out():
@@ -102,7 +148,7 @@ def test_a_sparse_gaussian_process_reaches_its_collapsed_bound(sparse_posterior)
 
 
 def test_rows_in_small_blocks_end_at_the_same_sparse_process(sparse_posterior):
-    streamed = RVGA(sparse, block_size=1).run({"x": INPUTS, "y": OUTPUTS}, progress_bar=False)
+    streamed = RVGA(sparse, block_size=1, local="prior").run({"x": INPUTS, "y": OUTPUTS}, progress_bar=False)
     np.testing.assert_allclose(streamed.mean, sparse_posterior.mean, atol=1e-6)
     np.testing.assert_allclose(streamed.elbo, sparse_posterior.elbo, atol=1e-6)
 
@@ -160,7 +206,7 @@ def test_local_latents_of_unknown_scale_are_refused_by_a_recursion_and_learned_i
 
 def test_linearized_expectations_are_refused():
     with pytest.raises(ValueError, match="site 'y' depends on a latent variable of each row"):
-        RVGA(overdispersed, expectation="linearized").run(iter([ROWS]), progress_bar=False)
+        RVGA(overdispersed, expectation="linearized", local="prior").run(iter([ROWS]), progress_bar=False)
 
 
 @pytest.mark.parametrize("use", ["nuts", "as_guide"])
