@@ -268,8 +268,7 @@ class SparseMaximizedBound:
         covariance = self._parts(problem, params, chunks).form.covariance_root(root)
 
         def expected(params: Array) -> Array:
-            objective = self._parts(problem, params, chunks).objective
-            return objective.expect(mean, objective.predictor_covariances(mean, covariance))[0]
+            return self._parts(problem, params, chunks).objective.value(mean, covariance)
 
         gradient = _gradient_of(expected, params, chunks)
         return gradient, problem.packing.diagonal(covariance.array)[self._order.back]

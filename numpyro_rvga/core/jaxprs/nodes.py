@@ -149,12 +149,8 @@ def evaluate_nodes(roots: Sequence[Node], environment: dict[int, jax.Array]) -> 
         if node.serial not in values:
             arguments = [_broadcast(values[p.serial], s) for p, s in zip(node.parents, node.in_shapes)]
             result = node.apply(*arguments)
-            values[node.serial] = result if isinstance(result, list) else _canonical(result, node.shape)
+            values[node.serial] = _broadcast(result, ()) if node.shape == () else result
     return [values[n.serial] for n in roots]
-
-
-def _canonical(array, shape):
-    return jnp.reshape(array, ()) if shape == () else array
 
 
 def _broadcast(array, shape):

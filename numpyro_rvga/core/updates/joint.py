@@ -83,10 +83,8 @@ def bound_of(joint: Joint, mean: Array, factor: Array) -> Array:
     """
     base, form, _ = joint.start()
     root: Any = form.covariance_root(factor)
-    slope = maximize.with_base(base, form, mean, expected_at(joint, mean, root))
-    return maximize.bound_by(
-        form, slope.value, factor, factor, root, mean.size
-    )  # a trace takes the precision if it is weights
+    value = joint.objective.value(mean, root) + maximize.slope_of_base(base, form, mean)[0]
+    return maximize.bound_by(form, value, factor, factor, root, mean.size)  # of weights, a trace takes the precision
 
 
 def change_of_natural_gradient(joint_at: Callable[[Array], Joint], mean: Array, factor: Array) -> Array:

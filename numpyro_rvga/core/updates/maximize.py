@@ -96,10 +96,15 @@ def propose(search: Search, form: PrecisionForm, state: SolverState) -> Proposal
 
 def with_base(base: Base, form: PrecisionForm, mean: Array, expected: Expected) -> Expected:
     """The factors' and the base's: value and gradient are those of the bound's part that depends on the mean."""
+    value, gradient = slope_of_base(base, form, mean)
+    return expected._replace(value=expected.value + value, gradient=expected.gradient + gradient)
+
+
+def slope_of_base(base: Base, form: PrecisionForm, mean: Array) -> tuple[Array, Array]:
+    """The base's value and gradient."""
     linear = jnp.zeros_like(mean) if base.linear is None else base.linear
     product = form.precision_times(mean)
-    value = expected.value + linear @ mean - 0.5 * mean @ product + base.constant
-    return expected._replace(value=value, gradient=expected.gradient + linear - product)
+    return linear @ mean - 0.5 * mean @ product + base.constant, linear - product
 
 
 def bound_by(

@@ -232,6 +232,11 @@ class JointObjective:
         gradient = self.coordinates.gradient(reduce(jnp.add, gradients))
         return Expected(reduce(jnp.add, values), gradient, hessians, error_estimates, gradients)
 
+    def value(self, mean: Array, covariance_root: PyTree) -> Array:
+        """The sum of E[phi] alone, in less time than :meth:`expect` takes to trace and to compile."""
+        theta, sigma = self.coordinates.theta(mean), self.coordinates.covariance(covariance_root)
+        return reduce(jnp.add, [of_set.with_curvatures(theta, sigma, ())[0].value for of_set in self.sets])
+
     def curvature(self, mean: Array, hessians: PyTree, clamped: bool) -> Array:
         curvatures = [self._curvature_of_set(mean, h, i, clamped) for i, h in enumerate(hessians)]
         return self.coordinates.curvature(reduce(add_curvatures, curvatures))

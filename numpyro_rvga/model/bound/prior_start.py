@@ -168,20 +168,23 @@ def initial_state(
                 f"the covariance matrix of site {site.name!r} is not positive definite in {np.dtype(dtype).name}. Add "
                 "a jitter to its diagonal (1e-6 times its size in float64, 1e-4 in float32)."
             )
-    state = _assembled(np, prior, size, moments, *_in_float64((gaussian, normals)))
+    gaussian, normals = _in_float64((gaussian, normals))
+    start = _start_from(np, moments, _part_of(gaussian, _other_indices(prior, size)))
+    state = _assembled(np, prior, size, start, normals)
     state = jax.tree.map(lambda x: np.asarray(x, dtype), state)
     return jax.device_put(state._replace(num_rows=Count.of(0)))
 
 
 def state_at(prior: Prior, size: int, dtype: DTypeLike, moments: FullGaussian | None, shared: Arrays) -> State:
     """:func:`initial_state` as a differentiable function of the ``numpyro.param`` sites."""
-    moments = jax.tree.map(lambda x: jnp.asarray(x, dtype), moments)
-    gaussian, normals = gaussian_parts(prior, size, dtype, shared)
     terms, others = prior.gaussian, _other_indices(prior, size)
     are_normal = bool(terms) and all(t.closed_form is Gaussian and t.num_predictors == 1 for t in terms)
-    is_determined = moments is None and are_normal and sum(t.num_elements for t in terms) >= len(others)
-    normalized = _normalized_terms(terms, size, dtype, shared, others) if is_determined else None
-    return _assembled(jnp, prior, size, moments, gaussian, normals, normalized)
+    if moments is None and are_normal and sum(t.num_elements for t in terms) >= len(others):
+        start = _Start(*_normalized_terms(terms, size, dtype, shared, others))
+    else:
+        moments = jax.tree.map(lambda x: jnp.asarray(x, dtype), moments)
+        start = _start_from(jnp, moments, _part_of(gaussian_part(prior, size, dtype, shared), others))
+    return _assembled(jnp, prior, size, start, [site.moments(shared) for site in prior.normal_sites])
 
 
 def gaussian_parts(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) -> tuple[CanonicalGaussian, list]:
@@ -189,33 +192,38 @@ def gaussian_parts(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) ->
     return gaussian_part(prior, size, dtype, shared), [site.moments(shared) for site in prior.normal_sites]
 
 
-def _assembled(
-    xp: Any,
-    prior: Prior,
-    size: int,
-    moments: FullGaussian | None,
-    gaussian: CanonicalGaussian,
-    normals: list,
-    normalized: tuple[Array, Array, Array] | None = None,
-) -> State:
-    """The state, in NumPy or JAX (``xp``), from :func:`gaussian_parts`. ``normalized``: as of :func:`_normalized`."""
-    others = _other_indices(prior, size)
-    inner, factor = _part_of(gaussian, others), None
+class _Start(NamedTuple):
+    """A Gaussian of the entries of theta outside the multivariate normal sites.
+
+    :ivar factor: the part of it that approximates prior terms; None if it is the prior itself.
+    """
+
+    mean: Array
+    root: Array
+    log_evidence: Array
+    factor: CanonicalGaussian | None = None
+
+
+def _start_from(xp: Any, moments: FullGaussian | None, exact: CanonicalGaussian) -> _Start:
+    """From the Gaussian terms alone, or of these moments."""
     if moments is None:
-        mean, root, evidence = _normalized(xp, inner) if normalized is None else normalized
-    else:
-        mean, root, evidence = moments.mean, moments.root, xp.zeros(())
-        factor = _approximating_factor(xp, moments, inner)
+        return _Start(*_normalized(xp, exact))
+    return _Start(moments.mean, moments.root, xp.zeros(()), _approximating_factor(xp, moments, exact))
+
+
+def _assembled(xp: Any, prior: Prior, size: int, start: _Start, normals: list) -> State:
+    """The state, in NumPy or JAX (``xp``). ``normals``: location and scale of each multivariate normal site."""
+    others, factor = _other_indices(prior, size), start.factor
     order = np.concatenate([others, *[np.arange(site.start, site.stop) for site in prior.normal_sites]]).astype(int)
     back = np.argsort(order)
-    mean = xp.concatenate([mean, *[loc for loc, _ in normals]])[back]
-    root = _block_diagonal(xp, [root, *[scale_tril for _, scale_tril in normals]])[back]
+    mean = xp.concatenate([start.mean, *[loc for loc, _ in normals]])[back]
+    root = _block_diagonal(xp, [start.root, *[scale_tril for _, scale_tril in normals]])[back]
     if factor is not None:
         nothing = [xp.zeros((site.stop - site.start,) * 2) for site in prior.normal_sites]
         precision = _block_diagonal(xp, [factor.precision, *nothing])[back][:, back]
         linear = xp.concatenate([factor.linear, xp.zeros(size - len(others))])[back]
         factor = CanonicalGaussian(precision, linear, factor.constant, mean)
-    return State(mean, xp.zeros(size), root, evidence, factor, Count.of(0))
+    return State(mean, xp.zeros(size), root, start.log_evidence, factor, Count.of(0))
 
 
 def _other_indices(prior: Prior, size: int) -> np.ndarray:
