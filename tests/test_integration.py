@@ -473,6 +473,14 @@ def imperfect_test(place, laboratory, y=None):
         numpyro.sample("y", dist.Bernoulli(probs=positive), obs=y)
 
 
+def some_rows_have_products(f, y=None):
+    """The first rows are Normal in one effect, and others in a product of two."""
+    a, b = (numpyro.sample(name, dist.Normal(1, 1)) for name in "ab")
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    with numpyro.plate("rows", len(f)):
+        numpyro.sample("y", dist.Normal(jnp.where(f, a * b, a), sigma), obs=y)
+
+
 @jax.custom_vjp
 def decayed(rate):
     return jnp.exp(-rate)
@@ -499,6 +507,7 @@ def backwards_alone(x, y=None):
         (looks_at_values, {"x": np.arange(-1, 7) % 7, "y": np.arange(8.0)}, {}, ("scale",)),
         (process, {"number": np.arange(5), "count": np.arange(5)}, {"places": np.arange(5.0)}, ("length", "variance")),
         (backwards_alone, LINE, {}, ("rate", "sigma")),
+        (some_rows_have_products, {"f": np.arange(12) % 3 == 2, "y": np.arange(12.0)}, {}, ("a", "sigma")),
         (process_of_trials, {"places": np.arange(6.0), "y": np.arange(6) % 4}, {}, ("length", "scale")),
         (
             imperfect_test,

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
-from ..core.compilation import at_once
+from ..core.compilation import jit_once
 from ..core.expectations.closed_forms import Gaussian
 from .bound.prior import depends_on_entries
 from .program import Program
@@ -64,14 +65,30 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
 
     def is_simple_given(site: str, given: Sequence[str]) -> bool:
         """Whether a site's terms are simple given some latent sites, at any value of these."""
-        return len(given) == len(program.layout.site_names) or _is_simple(terms_given(site, given), program.dtype)
+        if len(given) == len(program.layout.site_names):
+            return True
+        of_site = terms_given(site, given)
+        if _is_of_one_predictor(of_site.terms):
+            return True
+        if not of_site.terms.is_affine:
+            return False
+        if site not in whole:
+            return _Curvature(of_site, program.dtype).is_negative()
+        return whole[site].is_negative(program.layout.indices_of(given))
 
     sizes = program.layout.sizes
     constrained = [name for name in program.layout.site_names if name not in program.linear_sites]
-    coupled = {}
+    coupled, whole = {}, {}
     for each in _all_terms(program):
-        if not _is_simple(each, program.dtype):
-            coupled |= dict.fromkeys(each.terms.sites, _sites_read(program, each))
+        if _is_of_one_predictor(each.terms):
+            continue
+        if each.terms.is_affine:
+            curvature = _Curvature(each, program.dtype)
+            if curvature.is_negative():
+                continue
+            if len(each.terms.sites) == 1:
+                whole[each.terms.site] = curvature
+        coupled |= dict.fromkeys(each.terms.sites, _sites_read(program, each))
     chosen = [name for name in constrained if any(name in sites_read for sites_read in coupled.values())]
     left = {site: sites_read for site, sites_read in coupled.items() if not is_simple_given(site, chosen)}
     if left:
@@ -88,7 +105,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
         )
         if added is None and not (chosen and all(_is_affine_in_few(terms_given(site, chosen).terms) for site in left)):
             return Choice(
-                (), f"the terms of site {next(iter(left))!r} have no affine predictors, whichever few sites are given"
+                (), f"the terms of site {next(iter(left))!r} are not log-concave in the others, whichever few are given"
             )
         chosen += added or ()
     chosen = _without_needless({name: sizes[name] for name in chosen}, coupled, terms_given)
@@ -131,39 +148,52 @@ def _is_of_one_predictor(terms: Terms) -> bool:
     return terms.is_affine and (terms.num_predictors <= 1 or terms.closed_form is Gaussian)
 
 
-def _is_simple(of_site: SiteTerms, dtype: DTypeLike) -> bool:
-    if _is_of_one_predictor(of_site.terms):
-        return True
-    return of_site.terms.is_affine and _is_concave(of_site, dtype)
+class _Curvature:
+    """Hessians of a site's log density at some probes of its affine predictors. They are compiled once, whatever is
+    given."""
 
+    def __init__(self, of_site: SiteTerms, dtype: DTypeLike):
+        self._terms, self._dtype, self._size = of_site.terms, dtype, of_site.size + of_site.terms.num_local
+        self._shared, self._own = split_rows(of_site.rows)
+        self._all = jit_once(jax.vmap(self._at, (0, 0, 0, None, None)))
 
-def _is_concave(of_site: SiteTerms, dtype: DTypeLike) -> bool:
-    """Whether the log density's Hessian at some probes is finite, and negative semidefinite along the changes of the
-    predictors with theta: of predictors that depend on each other, as x and A x, not all changes are possible."""
-    terms, (shared, own) = of_site.terms, split_rows(of_site.rows)
-    num_rows = min((len(array) for array in own.values()), default=1)
-    probes = jnp.asarray(np.random.default_rng(0).normal(size=(NUM_PROBES, terms.num_predictors)), dtype)
-    numbers = np.arange(NUM_PROBES) % (num_rows * terms.num_elements)
-    start = jnp.zeros(of_site.size + terms.num_local, dtype)
-
-    def at(probe, number, element):
-        row = shared | {name: jnp.asarray(array)[number][None] for name, array in own.items()}
-        jacobian = jax.jacrev(lambda theta: terms.predictors(theta, row, element))(start)
+    def _at(self, probe: Array, number: Array, element: Array, theta: Array, is_free: Array) -> tuple[Array, Array]:
+        """The Hessian (C, C) and the Jacobian (C, P) of one element's predictors, both zero but for free entries of
+        theta. Predictors without any have their value at theta."""
+        terms, own = self._terms, {name: jnp.asarray(array)[number][None] for name, array in self._own.items()}
+        row = self._shared | own
+        jacobian = jax.jacrev(lambda theta: terms.predictors(theta, row, element))(theta) * is_free
+        depends = jnp.any(jacobian != 0, axis=1)
+        predictors = jnp.where(depends, probe, terms.predictors(theta, row, element))
         hessian = jax.jacrev(jax.grad(terms.density))  # some functions, as of differential equations, have no other
-        return hessian(probe, terms.constants(row, element)), jacobian
+        curvature = hessian(predictors, terms.constants(row, element))
+        return jnp.where(depends[:, None] & depends, curvature, 0.0), jacobian
 
-    row_numbers, elements = (jnp.asarray(x, jnp.int32) for x in np.divmod(numbers, terms.num_elements))
-    evaluated = at_once(lambda: jax.vmap(at)(probes, row_numbers, elements))
-    hessians, jacobians = (np.asarray(x, np.float64) for x in evaluated)
-    if not (np.isfinite(hessians).all() and np.isfinite(jacobians).all()):
-        return False
-    lengths = np.linalg.norm(jacobians, axis=2, keepdims=True)
-    directions = np.linalg.svd(jacobians / np.where(lengths > 0, lengths, 1), full_matrices=False)  # of the predictors
-    scales = directions.S[:, None, :]
-    along = directions.U * scales
-    curvatures = np.linalg.eigvalsh(np.swapaxes(along, 1, 2) @ hessians @ along)
-    sizes = np.abs(np.linalg.eigvalsh(hessians)).max(axis=1) * scales.max(axis=(1, 2)) ** 2
-    return bool(np.all(curvatures.max(axis=1) <= 100 * float(jnp.finfo(dtype).eps) * sizes))
+    def is_negative(self, given: np.ndarray | None = None) -> bool:
+        """Whether the Hessians are finite, and negative semidefinite along the changes of the predictors with theta: of
+        predictors that depend on each other, as x and A x, not all changes are possible.
+
+        :param given: entries of theta that do not change.
+        """
+        theta, is_free = np.zeros(self._size), np.ones(self._size)
+        if given is not None:
+            theta[given], is_free[given] = np.random.default_rng(1).normal(size=len(given)), 0.0
+        num_rows = min((len(array) for array in self._own.values()), default=1)
+        numbers = np.arange(NUM_PROBES) % (num_rows * self._terms.num_elements)
+        row_numbers, elements = (np.asarray(x, np.int32) for x in np.divmod(numbers, self._terms.num_elements))
+        probes = np.random.default_rng(0).normal(size=(NUM_PROBES, self._terms.num_predictors))
+        probes, theta, is_free = (np.asarray(x, self._dtype) for x in (probes, theta, is_free))
+        evaluated = jax.device_get(self._all(probes, row_numbers, elements, theta, is_free))
+        hessians, jacobians = (np.asarray(x, np.float64) for x in evaluated)
+        if not (np.isfinite(hessians).all() and np.isfinite(jacobians).all()):
+            return False
+        lengths = np.linalg.norm(jacobians, axis=2, keepdims=True)
+        directions = np.linalg.svd(jacobians / np.where(lengths > 0, lengths, 1), full_matrices=False)
+        scales = directions.S[:, None, :]
+        along = directions.U * scales
+        curvatures = np.linalg.eigvalsh(np.swapaxes(along, 1, 2) @ hessians @ along)
+        sizes = np.abs(np.linalg.eigvalsh(hessians)).max(axis=1) * scales.max(axis=(1, 2)) ** 2
+        return bool(np.all(curvatures.max(axis=1) <= 100 * float(jnp.finfo(self._dtype).eps) * sizes))
 
 
 def _sites_read(program: Program, of_site: SiteTerms) -> frozenset[str]:

@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     def indices_of(self, names: Sequence[str]) -> np.ndarray:
         """The entries of theta that some sites take, site after site, (n,)."""
         indices = self.indices
-        return np.concatenate([np.ravel(indices[name]) for name in names])
+        return np.concatenate([np.zeros(0, int), *[np.ravel(indices[name]) for name in names]])
 
     @property
     def entry_names(self) -> list[str]:

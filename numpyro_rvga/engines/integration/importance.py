@@ -192,6 +192,8 @@ def _sampled(marginal: Marginal, given: ProfileCoordinates, most: int, seed: int
             z = np.concatenate([z, _drawn(proposal, proposals, profiles, controls, seed, rng)])
             proposals.append(proposal)
         points += marginal.estimated([marginal.with_gradient(center + axes @ one) for one in z[len(points) :]])
+        if not np.isfinite([point.evidence for point in points]).any():
+            raise NotFinite(NOT_FINITE)
         gradients = np.array([_finite_gradient(point) for point in points]) @ axes
         sample = _Sample(points, z, gradients, _log_density(proposals, profiles, z))
         moments, surrogate = _moments_of(sample, profiles, controls)
