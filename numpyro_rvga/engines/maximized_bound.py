@@ -89,7 +89,7 @@ class MaximizedBound:
         self._left = engine.compiled(self._left_by_few_nodes, level=0)  # called once
         self.by_many_nodes = engine.compiled(self._by_many_nodes)
 
-    def nodes_called_for(self, params: Array, chunks: RowChunks, start: Start) -> Nodes:
+    def nodes_called_for(self, params: Array | np.ndarray, chunks: RowChunks, start: Start) -> Nodes:
         """The fewest nodes that find q, if few ones have found one: others would hardly move it."""
         left = float(self._left(params, chunks, start))
         return self.engine.effort.nodes_called_for(left, self.program.layout.size)
@@ -208,27 +208,27 @@ class SparseMaximizedBound:
         """(P,), the entry of x that comes first, second, ... in the order of elimination."""
         return self._order.indices
 
-    def begin(self, params: Array, chunks: RowChunks, mean: np.ndarray | None = None) -> Start:
+    def begin(self, params: Array | np.ndarray, chunks: RowChunks, mean: np.ndarray | None = None) -> Start:
         """A start, from nothing. ``mean``: (P,), in standard deviations of the prior from its mean."""
         prior, dtype = self.program.marginals, self.program.dtype
         mean = prior.mean if mean is None else prior.mean + np.sqrt(prior.variance) * mean
         return jnp.asarray(mean[self.indices], dtype), ()
 
-    def solve(self, params: Array, chunks: RowChunks, start: Start) -> Maximum:
+    def solve(self, params: Array | np.ndarray, chunks: RowChunks, start: Start) -> Maximum:
         return self._solve(self._problem, params, chunks, start[0])
 
-    def gradient(self, params: Array, chunks: RowChunks, start: Start) -> tuple[Array, Array]:
+    def gradient(self, params: Array | np.ndarray, chunks: RowChunks, start: Start) -> tuple[Array, Array]:
         return self._gradient(self._problem, params, chunks, start)
 
     def variances(self, start: Start) -> Array:
         return self._variances(self._problem, start[1])
 
-    def nodes_called_for(self, params: Array, chunks: RowChunks, start: Start) -> Nodes:
+    def nodes_called_for(self, params: Array | np.ndarray, chunks: RowChunks, start: Start) -> Nodes:
         """As of :class:`MaximizedBound`."""
         left = float(self._left(self._problem, params, chunks, start))
         return self.engine.effort.nodes_called_for(left, self.program.layout.size)
 
-    def by_many_nodes(self, params: Array, chunks: RowChunks, start: Start) -> Array:
+    def by_many_nodes(self, params: Array | np.ndarray, chunks: RowChunks, start: Start) -> Array:
         return self._by_many(self._problem, params, chunks, start)
 
     def root(self, start: Start) -> Array:

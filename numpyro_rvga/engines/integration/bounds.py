@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -29,22 +28,22 @@ def marginal_of(
 
     def solve(h: np.ndarray, start: Start) -> Maximum:
         on_solve()
-        return bound.solve(jnp.asarray(h, dtype), chunks, start)
+        return bound.solve(np.asarray(h, dtype), chunks, start)
 
     def gradient(h: np.ndarray, start: Start) -> tuple[Array, Array]:
         assert isinstance(bound, SparseMaximizedBound)
-        return bound.gradient(jnp.asarray(h, dtype), chunks, start)
+        return bound.gradient(np.asarray(h, dtype), chunks, start)
 
     estimated = None
     if estimate is not None:
-        estimated = lambda h, start: estimate(jnp.asarray(h, dtype), chunks, start)  # noqa: E731
-    return Marginal(lambda h: bound.begin(jnp.asarray(h, dtype), chunks), solve, gradient, estimated)
+        estimated = lambda h, start: estimate(np.asarray(h, dtype), chunks, start)  # noqa: E731
+    return Marginal(lambda h: bound.begin(np.asarray(h, dtype), chunks), solve, gradient, estimated)
 
 
 def moments_of(bound: Bound, point: Point, *, is_packed: bool) -> tuple[np.ndarray, Root]:
     """Mean and root of x at a point. ``is_packed``: whether the root stays as the solve has left it."""
     if not isinstance(bound, SparseMaximizedBound):
-        mean, root = bound.moments(jnp.asarray(point.h, bound.program.dtype), point.start)
+        mean, root = bound.moments(np.asarray(point.h, bound.program.dtype), point.start)
         return np.asarray(mean, np.float64), np.asarray(root, np.float64)
     if not is_packed:
         return np.asarray(bound.mean(point.start), np.float64), np.asarray(bound.root(point.start), np.float64)
@@ -58,7 +57,7 @@ def from_other_starts(bound: Bound, marginal: Marginal, mode: Point, chunks: Any
     if bound.is_log_concave:
         return None
     assert not isinstance(bound, LogDensity)
-    h = jnp.asarray(mode.h, bound.program.dtype)
+    h = np.asarray(mode.h, bound.program.dtype)
     draws = np.random.default_rng(0).normal(size=(NUM_OTHER_STARTS, bound.program.layout.size))
     return marginal.higher_than(mode, (bound.begin(h, chunks, draw) for draw in draws))
 
@@ -67,4 +66,4 @@ def nodes_called_for(bound: Bound, chunks: Any, point: Point) -> Nodes:
     """The nodes with which solves find q, by what those of this bound have left at a point."""
     if isinstance(bound, LogDensity) or bound.nodes == "usual":
         return "usual"
-    return bound.nodes_called_for(jnp.asarray(point.h, bound.program.dtype), chunks, point.start)
+    return bound.nodes_called_for(np.asarray(point.h, bound.program.dtype), chunks, point.start)

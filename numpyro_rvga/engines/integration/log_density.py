@@ -40,14 +40,14 @@ class LogDensity:
 
         self._evaluate = jit(jax.value_and_grad(log_joint))
 
-    def begin(self, params: Array, chunks: PyTree, mean: np.ndarray | None = None) -> Start:
+    def begin(self, params: Array | np.ndarray, chunks: PyTree, mean: np.ndarray | None = None) -> Start:
         """There is nothing to start from."""
         return self._nothing
 
-    def solve(self, params: Array, chunks: PyTree, start: Start) -> Maximum:
+    def solve(self, params: Array | np.ndarray, chunks: PyTree, start: Start) -> Maximum:
         value, gradient = self._evaluate(params, *chunks)
         return Maximum(value, gradient, start, jnp.asarray(True))
 
-    def moments(self, params: Array, start: Start) -> Start:
+    def moments(self, params: Array | np.ndarray, start: Start) -> Start:
         """The moments of no entries."""
         return start
