@@ -19,6 +19,7 @@ from numpyro_rvga import RVGA, FixedPointVI, Posterior
 from numpyro_rvga.engines.registry import Engines
 from numpyro_rvga.results import integration, integrator
 from numpyro_rvga.results.integration import DEFAULTS, Integration
+from numpyro_rvga.results.khat import integration_left
 
 KEY = jax.random.key(0)
 EFFECTS = np.array([28.0, 8, -3, 7, -1, 1, 18, 12])
@@ -520,6 +521,44 @@ def backwards_alone(x, y=None):
 def test_auto_takes_the_fewest_sites(model, data, kwargs, sites):
     engine, rows, _ = Engines(model, DEFAULTS, None, batch=True).together(data, kwargs, KEY)
     assert Integration(DEFAULTS, None).choose(engine.program, "auto", rows).sites == sites
+
+
+def test_long_sites_with_affine_predictors_are_left_to_the_gaussians_where_only_chains_would_take_them():
+    """A scale of each of 45 groups, against dense grids of effect and scale in each group."""
+    num_groups, rng = 45, np.random.default_rng(0)
+    group = np.repeat(np.arange(num_groups), 6)
+    effects, scales = 0.8 * rng.normal(size=num_groups), np.exp(0.4 * rng.normal(size=num_groups) - 0.3)
+    y = effects[group] + scales[group] * rng.normal(size=len(group))
+
+    def model(group, y=None):
+        spread = numpyro.sample("spread", dist.HalfNormal(1))
+        with numpyro.plate("groups", num_groups):
+            effect = numpyro.sample("effect", dist.Normal(0, spread))
+            scale = numpyro.sample("scale", dist.LogNormal(0, 0.5))
+        with numpyro.plate("rows", len(group)):
+            numpyro.sample("y", dist.Normal(effect[group], scale[group]), obs=y)
+
+    data = {"group": group, "y": y}
+    of_bounds, closer = (
+        FixedPointVI(model, integrate="auto", marginal=marginal).run(data, progress_bar=False)
+        for marginal in ("bound", "importance")
+    )
+    assert of_bounds.info["integrated"] == closer.info["integrated"] == ["spread"]
+    spread, effect, log_scale = np.linspace(0.2, 2, 100), np.linspace(-5, 5, 201), np.linspace(-2.5, 2.5, 81)
+    log_density = stats.halfnorm.logpdf(spread)
+    for own in y.reshape(num_groups, -1):
+        given = stats.norm.logpdf(own[:, None, None], effect[:, None], np.exp(log_scale)).sum(axis=0)
+        of_effect = logsumexp(given + stats.norm.logpdf(log_scale, 0, 0.5), axis=1)
+        log_density = log_density + logsumexp(of_effect + stats.norm.logpdf(effect, 0, spread[:, None]), axis=1)
+    mass = np.exp(log_density - logsumexp(log_density))
+    mean = mass @ spread
+    deviation = np.sqrt(mass @ (spread - mean) ** 2)
+    for posterior, most in ((of_bounds, 0.25), (closer, 0.05)):
+        draws = posterior.sample_posterior(jax.random.key(0), (20_000,))["spread"]
+        np.testing.assert_allclose(draws.mean(), mean, atol=most * deviation)
+        np.testing.assert_allclose(draws.std(), deviation, rtol=0.05)
+    assert not of_bounds.khat(data).verdict.startswith("good")
+    assert "(marginal='importance')" in integration_left(of_bounds) and not integration_left(closer)
 
 
 def regression(x, y=None):

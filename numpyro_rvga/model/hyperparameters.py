@@ -30,10 +30,13 @@ class Choice(NamedTuple):
 
     :ivar sites: none, if the model is a latent Gaussian model as it is, or no choice makes it one.
     :ivar reason: why no site is chosen; empty if some are.
+    :ivar fewer: without long sites that need not be given for affine predictors: the terms may then not be log-concave.
+        Empty, if there are none.
     """
 
     sites: tuple[str, ...]
     reason: str = ""
+    fewer: tuple[str, ...] = ()
 
 
 class SiteTerms(NamedTuple):
@@ -108,24 +111,32 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
                 (), f"the terms of site {next(iter(left))!r} are not log-concave in the others, whichever few are given"
             )
         chosen += added or ()
-    chosen = _without_needless({name: sizes[name] for name in chosen}, coupled, terms_given)
+    chosen = _without_needless(chosen, sizes, coupled, terms_given, _is_of_one_predictor)
     if not chosen:
         return Choice((), "the model is a latent Gaussian model as it is")
     if len(chosen) == len(program.layout.site_names):
         return Choice((), "no site would be left that is Gaussian given the others")
-    return Choice(tuple(name for name in program.layout.site_names if name in chosen))
+    long = [name for name in chosen if sizes[name] > MOST_ADDED]
+    fewer = _without_needless(chosen, {name: sizes[name] for name in long}, coupled, terms_given, _is_affine_in_few)
+    in_order = [tuple(name for name in program.layout.site_names if name in names) for names in (chosen, fewer)]
+    return Choice(in_order[0], fewer=in_order[1] if len(fewer) < len(chosen) else ())
 
 
-def _without_needless(sizes: dict[str, int], coupled: dict[str, frozenset[str]], terms_given: Callable) -> list[str]:
+def _without_needless(
+    chosen: list[str],
+    sizes: dict[str, int],
+    coupled: dict[str, frozenset[str]],
+    terms_given: Callable,
+    suffices: Callable,
+) -> list[str]:
     """The sites without those that no term needs as given, the largest first.
 
-    :param sizes: of the sites, by name.
+    :param sizes: of the sites that may be left out, by name. :param suffices: whether terms can do without.
     """
-    chosen = list(sizes)
-    for name in sorted(chosen, key=lambda name: -sizes[name]):
+    for name in sorted([name for name in chosen if name in sizes], key=lambda name: -sizes[name]):
         others = [other for other in chosen if other != name]
         readers = [site for site, sites_read in coupled.items() if name in sites_read]
-        if others and all(_is_of_one_predictor(terms_given(site, others).terms) for site in readers):
+        if others and all(suffices(terms_given(site, others).terms) for site in readers):
             chosen = others
     return chosen
 

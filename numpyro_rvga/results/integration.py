@@ -132,8 +132,10 @@ class Integration:
         choice = self.choose(program, sites, rows)
         if not choice.sites:
             return None, choice.reason
+        options = rng_key, progress_bar, start
         try:
-            return self._integrated(program, choice.sites, rows, rng_key, progress_bar, start), ""
+            fields = self._integrated(program, choice.sites, rows, *options, may_run_nuts=not choice.fewer)
+            return fields or self._integrated(program, choice.fewer, rows, *options), ""
         except NotFinite as error:
             if sites != "auto":
                 raise
@@ -147,7 +149,9 @@ class Integration:
         rng_key: Array,
         progress_bar: bool,
         start: ArrayLike | None,
-    ) -> Info:
+        *,
+        may_run_nuts: bool = True,
+    ) -> Info | None:
         indices = program.layout.indices_of(sites)
         others = np.setdiff1d(np.arange(program.layout.size), indices)
         is_long = program.layout.size > MOST_PARAMETERS
@@ -161,8 +165,12 @@ class Integration:
                 is_long,
                 rng_key,
                 lambda: bar.update(1),
+                may_run_nuts,
             )
-            bound, integral = integrator(None if start is None else np.asarray(start)[indices])
+            integrated = integrator(None if start is None else np.asarray(start)[indices])
+        if integrated is None:
+            return None
+        bound, integral = integrated
         _warn(integral, sites)
         solved = bound if is_long and isinstance(bound, SparseMaximizedBound) else None
         return {
@@ -173,7 +181,7 @@ class Integration:
                 "integrated": list(sites),
                 "integration": integral.info,
                 "converged": integral.converged > CONVERGED,
-                "marginal": self._marginal,
+                "marginal": "exact" if isinstance(bound, LogDensity) or bound.is_exact else self._marginal,
             }
             | ({"elbo_error": integral.error} if self._marginal == "importance" else {}),
             "continuation": None,

@@ -37,6 +37,7 @@ class Integrator:
     :ivar estimate_of: L -> the estimate of log p(y, h) in its place; None: there is none.
     :ivar mean: of h under the prior, (d,), and its standard ``deviation``, (d,).
     :ivar is_long: whether the Gaussians given h are kept packed. :ivar on_solve: called with each solve.
+    :ivar may_run_nuts: whether NUTS takes h where other points are too few.
     """
 
     bound_of: Callable[[Nodes | None], tuple[Bound, Any]]
@@ -46,9 +47,15 @@ class Integrator:
     is_long: bool
     rng_key: Array
     on_solve: Callable[[], object]
+    may_run_nuts: bool = True
 
-    def __call__(self, start: np.ndarray | None) -> tuple[Bound, Integral]:
-        """The integral, and the bound of whose solves it is. ``start``: where the search for the mode begins."""
+    def __call__(self, start: np.ndarray | None) -> tuple[Bound, Integral] | None:
+        """The integral, and the bound of whose solves it is; None if only NUTS finds it, which may not run.
+
+        :param start: where the search for the mode begins.
+        """
+        if len(self.mean) > MOST_BY_IMPORTANCE and not self.may_run_nuts:
+            return None
         bound, chunks, marginal, mode = self._mode(None, start, FEW_TRIALS if self.is_long else NUM_TRIALS)
         nodes = nodes_called_for(bound, chunks, mode.point)
         if nodes == "corrected":
@@ -58,7 +65,8 @@ class Integrator:
             nodes = "usual"
         if nodes != bound.nodes:
             bound, _, marginal, mode = self._mode(nodes, mode.point.h, FEW_TRIALS)
-        return bound, self._integral(bound, marginal, mode)
+        integral = self._integral(bound, marginal, mode)
+        return None if integral is None else (bound, integral)
 
     def _by_corrected_nodes(self, mode: Mode) -> tuple[Bound, Integral] | None:
         """The integral around a mode by few nodes; None if searches by corrected ones do not come to rest, or lower."""
@@ -67,7 +75,7 @@ class Integrator:
         if not point.converged or point.bound < mode.point.bound - ABOVE:
             return None
         integral = self._integral(bound, marginal, mode._replace(point=point))
-        return (bound, integral) if integral.converged > CONVERGED else None
+        return (bound, integral) if integral is not None and integral.converged > CONVERGED else None
 
     def _marginal(self, nodes: Nodes | None) -> tuple[Bound, Any, Marginal]:
         bound, chunks = self.bound_of(nodes)
@@ -84,7 +92,7 @@ class Integrator:
             mode = find_mode(marginal, self.mean, self.deviation, higher.h, FEW_TRIALS)
         return bound, chunks, marginal, mode
 
-    def _integral(self, bound: Bound, marginal: Marginal, mode: Mode) -> Integral:
+    def _integral(self, bound: Bound, marginal: Marginal, mode: Mode) -> Integral | None:
         moments, integral = partial(moments_of, bound, is_packed=self.is_long), None
         if len(self.mean) <= MOST_ON_LATTICE:
             integral = integrate_lattice(marginal, mode, moments)
@@ -92,7 +100,7 @@ class Integrator:
             num_points = FEW_POINTS if self.is_long else NUM_POINTS
             integral = integrate_by_importance(marginal, mode, moments, smoothed, num_points)
         if integral is None or (_is_too_rough(integral.info) and not self.is_long):
-            integral = integrate_by_nuts(marginal, mode, moments, self.rng_key)
+            return integrate_by_nuts(marginal, mode, moments, self.rng_key) if self.may_run_nuts else None
         return integral
 
 

@@ -34,6 +34,7 @@ from ..options import key_numbers
 from .derived import normal_scores, standardized
 from .fitted import Fitted
 from .integral_errors import integral_error
+from .integration import MOST_PARAMETERS
 from .log_joint import (
     all_rows,
     are_equal,
@@ -95,7 +96,7 @@ class Evidence(NamedTuple):
     :ivar khat: of p/q.
     :ivar relative_size: effective number of draws from q over the number of draws.
     :ivar moves: by site, with ``errors``.
-    :ivar may_integrate: whether integrating hyperparameters out has not been tried yet.
+    :ivar left: a way to integrate hyperparameters out that has not been tried yet, if there is one.
     :ivar sure_of_values: lower bounds of the moves of constrained sites themselves.
     """
 
@@ -103,7 +104,7 @@ class Evidence(NamedTuple):
     relative_size: float
     moves: dict[str, float]
     errors: dict[str, float]
-    may_integrate: bool = False
+    left: str = ""
     sure_of_values: Mapping[str, float] = MappingProxyType({})
 
 
@@ -231,14 +232,18 @@ def _evidence(posterior: Fitted, draws: Draws) -> Evidence:
         relative_sample_size(of_q),
         of_moves,
         of_errors,
-        integration_is_left(posterior),
+        integration_left(posterior),
         sure,
     )
 
 
-def integration_is_left(posterior: Fitted) -> bool:
-    """Whether integrating hyperparameters out has not been tried yet."""
-    return not {"integrated", "not_integrated"} & set(posterior.info)
+def integration_left(posterior: Fitted) -> str:
+    """A way to integrate hyperparameters out that has not been tried yet, if there is one."""
+    if not {"integrated", "not_integrated"} & set(posterior.info):
+        return "integrate hyperparameters out (posterior.integrate(data))"
+    if posterior.info.get("marginal") == "bound" and posterior.program.layout.size <= MOST_PARAMETERS:
+        return "close the gap of the bound given the integrated sites (marginal='importance')"
+    return ""
 
 
 def is_unclear(evidence: Evidence) -> bool:
@@ -356,14 +361,14 @@ def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
         grade, what = ("bad", "much") if moved > LARGE else ("doubtful", "part")
         return (
             f"{grade}. q misses {what} of the posterior: reweighted, its moments move, in standard deviations: "
-            f"{listed}. {remedy(evidence.khat, evidence.may_integrate)}"
+            f"{listed}. {remedy(evidence.khat, evidence.left)}"
         )
     of_values = evidence.sure_of_values
     if long_tailed := [repr(site) for site in _worst(of_values) if of_values[site] > SMALL_ITSELF]:
         return (
             "doubtful. In unconstrained space q is good, but a tail is too short or too long: reweighted, the mean or "
             f"the standard deviation of {', '.join(long_tailed)} itself moves by more than {SMALL_ITSELF} standard "
-            f"deviations. {remedy(evidence.khat, evidence.may_integrate)}"
+            f"deviations. {remedy(evidence.khat, evidence.left)}"
         )
     if share_elsewhere > NOTICEABLE:
         return (
@@ -380,9 +385,9 @@ def verdict(evidence: Evidence, share_elsewhere: float = 0.0) -> str:
     return "good. Reweighted, no mean and no log standard deviation moves by more than 0.1."
 
 
-def remedy(khat: float, may_integrate: bool) -> str:
-    """What to do where q misses part of the posterior."""
-    steps = ["integrate hyperparameters out (posterior.integrate(data))"] if may_integrate else []
+def remedy(khat: float, left: str) -> str:
+    """What to do where q misses part of the posterior. ``left``: as :func:`integration_left` returns it."""
+    steps = [left] if left else []
     if khat <= RESAMPLED:
         steps.append("correct the draws (posterior.resample(data))")
     steps.append("run NUTS from here (posterior.nuts())")

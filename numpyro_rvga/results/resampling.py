@@ -14,7 +14,7 @@ from ..model.data.rows import Data
 from ..options import key_numbers
 from .arviz import converted, smoothed
 from .fitted import Fitted
-from .khat import NEARLY_EQUAL, RESAMPLED, integration_is_left, remedy
+from .khat import NEARLY_EQUAL, RESAMPLED, integration_left, remedy
 from .log_joint import all_rows, draws_with_density, impossible_if_undefined, is_density
 
 OVERSAMPLING = 4  # draws for each that is kept
@@ -63,7 +63,7 @@ def resample(
     if shape > RESAMPLED and relative_size < NEARLY_EQUAL:
         raise ValueError(
             f"the draws cannot be resampled: Pareto k = {shape:.2f}, above {RESAMPLED}, so a few of them would have "
-            f"all the weight. {remedy(shape, integration_is_left(posterior))}"
+            f"all the weight. {remedy(shape, integration_left(posterior))}"
         )
     bounds = np.cumsum(np.exp(log_weights))
     rng = np.random.default_rng(key_numbers(place_key))

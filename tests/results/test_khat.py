@@ -242,15 +242,15 @@ def test_a_few_draws_without_a_density_count_as_impossible():
 
 
 @pytest.mark.parametrize(
-    ("khat", "can_integrate", "steps"),
+    ("khat", "left", "steps"),
     [
-        (0.6, True, "Integrate hyperparameters out (posterior.integrate(data)), or correct the draws"),
-        (0.6, False, "Correct the draws (posterior.resample(data)), or run NUTS from here (posterior.nuts())."),
-        (0.9, False, "Run NUTS from here (posterior.nuts())."),
+        (0.6, "integrate", "Integrate, or correct the draws (posterior.resample(data)), or run NUTS from here"),
+        (0.6, "", "Correct the draws (posterior.resample(data)), or run NUTS from here (posterior.nuts())."),
+        (0.9, "", "Run NUTS from here (posterior.nuts())."),
     ],
 )
-def test_verdicts_say_what_can_be_done(khat, can_integrate, steps):
-    evidence = Evidence(khat, 0.5, {"x": 0.3}, {"x": 0.01}, can_integrate)
+def test_verdicts_say_what_can_be_done(khat, left, steps):
+    evidence = Evidence(khat, 0.5, {"x": 0.3}, {"x": 0.01}, left)
     assert f"standard deviations: 'x' by 0.30. {steps}" in verdict(evidence)
 
 
