@@ -63,9 +63,10 @@ class FixedPointVI:
     :param int num_samples: nodes of Monte Carlo expectations.
     :param integrate: latent sites to integrate out. The result is then a mixture of Gaussians, one at each of many
         values of these sites, weighted by the data. ``"auto"`` takes as few sites as make the rest a latent Gaussian
-        model: scales, correlations, length scales. More than six entries are drawn by NUTS, and ``elbo`` is then None.
-        All sites may be named if they have at most six entries, and ``"auto"`` takes them all where no choice helps:
-        the posterior is then found by quadrature. False (default) integrates nothing.
+        model: scales, correlations, length scales. Where quadrature and importance sampling cannot integrate them, NUTS
+        draws them, and ``elbo`` is then None. All sites may be named if they have at most six entries, and ``"auto"``
+        takes them all where no choice helps: the posterior is then found by quadrature. False (default) integrates
+        nothing.
     :param str marginal: log p(data, integrated sites) is taken to be: ``"bound"``, the bound given these sites; or
         ``"importance"``, the log of an average of p/q over quasi-random values of the other sites, one independent
         group of them at a time. This is closer, and takes longer. It is a lower bound in expectation only:
