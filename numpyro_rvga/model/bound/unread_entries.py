@@ -18,7 +18,7 @@ from jax import Array
 from numpyro import distributions as dist
 from numpyro.distributions import Distribution
 
-from ...core.compilation import jit_once
+from ...core.compilation import abstractly, jit_once
 from ..handlers.tracing import REACH, SiteRecord, elements
 from ..layout import Layout
 
@@ -34,8 +34,11 @@ def unread_entries(
     :param records: latent sites in unconstrained space -> all sample sites.
     """
     thetas = REACH * np.random.default_rng(0).uniform(-1, 1, size=(NUM_TRIALS, layout.size)).astype(dtype)
-    masked = [name for name, record in records(layout.unravel(thetas[0])).items() if _is_masked(record.fn)]
-    masked = [name for name in masked if name in layout.shapes]
+
+    def masked_sites(theta: Array) -> list[str]:
+        return [name for name, record in records(layout.unravel(theta)).items() if _is_masked(record.fn)]
+
+    masked = [name for name in abstractly(masked_sites, thetas[0]) if name in layout.shapes]
     if not masked:
         return {}
 
