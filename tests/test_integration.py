@@ -129,6 +129,7 @@ def test_eight_schools_are_exact(schools, way):
     posterior = schools[way]
     evidence, mean, deviation = exact_schools()
     assert posterior.info["integrated"] == ["tau"] and posterior.info["converged"]
+    assert posterior.info["marginal"] == "exact" and not integration_left(posterior)
     np.testing.assert_allclose(posterior.elbo, evidence, atol=1e-3)
     draws = posterior.sample_posterior(KEY, (40_000,))
     found = np.column_stack([np.log(draws["tau"]), draws["mu"], draws["theta"]])

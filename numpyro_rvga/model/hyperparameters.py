@@ -180,15 +180,14 @@ class _Curvature:
         curvature = hessian(predictors, terms.constants(row, element))
         return jnp.where(depends[:, None] & depends, curvature, 0.0), jacobian
 
-    def is_negative(self, given: np.ndarray | None = None) -> bool:
+    def is_negative(self, given: Sequence[int] | np.ndarray = ()) -> bool:
         """Whether the Hessians are finite, and negative semidefinite along the changes of the predictors with theta: of
         predictors that depend on each other, as x and A x, not all changes are possible.
 
         :param given: entries of theta that do not change.
         """
-        theta, is_free = np.zeros(self._size), np.ones(self._size)
-        if given is not None:
-            theta[given], is_free[given] = np.random.default_rng(1).normal(size=len(given)), 0.0
+        theta, is_free, fixed = np.zeros(self._size), np.ones(self._size), np.asarray(given, int)
+        theta[fixed], is_free[fixed] = np.random.default_rng(1).normal(size=len(fixed)), 0.0
         num_rows = min((len(array) for array in self._own.values()), default=1)
         numbers = np.arange(NUM_PROBES) % (num_rows * self._terms.num_elements)
         row_numbers, elements = (np.asarray(x, np.int32) for x in np.divmod(numbers, self._terms.num_elements))

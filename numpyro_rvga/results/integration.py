@@ -93,7 +93,7 @@ class Integration:
                 return Choice((), f"{names}: {size} entries, and at most {most} can be integrated out")
             if is_long and choice.sites and not self._is_sparse_given(program, choice.sites, rows):
                 return Choice((), TOO_LONG.format(program.layout.size, MOST_PARAMETERS))
-            return choice
+            return choice._replace(fewer=()) if is_long else choice  # of more parameters, fewer sites may be dense
         unknown = [name for name in sites if name not in program.layout.site_names]
         if unknown or not sites:
             raise ValueError(

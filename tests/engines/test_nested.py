@@ -285,6 +285,17 @@ def test_integrals_beside_points_without_a_bound_are_refused_if_mass_may_be_lost
         np.testing.assert_allclose(integrated().log_evidence, 0.5 * size * np.log(2 * np.pi), atol=0.02)
 
 
+def test_importance_sampling_that_meets_no_finite_bound_is_refused():
+    """L is finite along the axes, where its profiles are taken, and nowhere else."""
+
+    def solve(h, start):
+        return Maximum(-0.5 * h @ h if np.count_nonzero(h) <= 1 else -np.inf, -h, start, True)
+
+    marginal = Marginal(lambda h: None, solve)
+    with pytest.raises(NotFinite):
+        integrate_by_importance(marginal, Mode(marginal(np.zeros(3)), np.eye(3)), Skewed(1).moments, smoothed)
+
+
 def test_points_without_a_finite_bound_are_begun_anew_and_left_out():
     begun = []
 
