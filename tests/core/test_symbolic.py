@@ -11,6 +11,7 @@ from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import logsumexp, xlog1py, xlogy
 
 from numpyro_rvga.core.jaxprs.interpret import of_outputs
+from numpyro_rvga.core.jaxprs.primitives import equations
 from numpyro_rvga.core.jaxprs.symbolic import Reading, factorize
 
 SIZE = 6
@@ -368,7 +369,7 @@ def test_slopes_of_predictors_that_are_not_joined_pass_through_none_of_the_other
 
     def needs_exponential(value):
         program = jax.make_jaxpr(jax.grad(value))(x)
-        return any(eqn.primitive.name == "exp" for eqn in of_outputs(program, [0]).jaxpr.eqns)
+        return any(eqn.primitive.name == "exp" for eqn in equations(of_outputs(program, [0]).jaxpr))
 
     assert needs_exponential(lambda x: split.density(split.predictors(theta, (x,)), constants))
     assert not needs_exponential(lambda x: split.value(theta, (x,), constants))

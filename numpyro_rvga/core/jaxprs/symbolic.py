@@ -122,6 +122,7 @@ class Reading:
             environment = bind_row(row) | {theta_node.serial: jnp.reshape(theta_value, theta_node.shape)}
             return evaluate_nodes(affine_nodes, environment)
 
+        @jax.jit  # solvers trace it in many programs, and JAX keeps its jaxpr for each of its shapes
         def predictors(theta_value, row):
             flat = [jnp.ravel(v).astype(theta.dtype) for v in affine_values(theta_value, row)]
             return jnp.concatenate(flat) if flat else jnp.zeros((0,), theta.dtype)
@@ -136,6 +137,7 @@ class Reading:
                 environment[serial] = evaluate_nodes([node], environment)[0]
             return jnp.reshape(evaluate_nodes([root], environment)[0], ())
 
+        @jax.jit
         def density(u, values):
             pieces = jnp.split(u, list(itertools.accumulate(sizes))[:-1]) if sizes else []
             return at_pieces(pieces, values).astype(u.dtype)
