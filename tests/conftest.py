@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -47,19 +48,20 @@ def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
 
 
 @pytest.fixture
-def count_compilations() -> Iterator[Callable[[Callable[[], object]], tuple[int, object]]]:
-    """A function -> how many programs XLA compiles, or takes from a file, while it runs, and what it returns."""
+def count_compilations() -> Iterator[Callable[[Callable[[], object]], tuple[Counter, object]]]:
+    """A function -> what XLA compiles, or takes from a file, while it runs: names with counts; and what it returns."""
     import jax  # here: after the settings above
 
-    events: list[str] = []
+    names: list[str] = []
 
-    def listen(event: str, *_: object, **__: object) -> None:
-        events.append(event)
+    def listen(event: str, *_: object, fun_name: str = "", **__: object) -> None:
+        if "backend_compile" in event:
+            names.append(fun_name)
 
-    def count(function: Callable[[], object]) -> tuple[int, object]:
-        events.clear()
+    def count(function: Callable[[], object]) -> tuple[Counter, object]:
+        names.clear()
         returned = function()
-        return sum("backend_compile" in event for event in events), returned
+        return Counter(names), returned
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield count

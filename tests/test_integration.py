@@ -104,11 +104,16 @@ def schools():
     }
 
 
-@pytest.mark.parametrize("sites", [["log_sigma"], ["log_sigma", "slope"]], ids=["some sites", "all sites"])
-def test_a_second_run_compiles_nothing(sites, count_compilations):
+@pytest.mark.parametrize(
+    "sites, functions",
+    [(["log_sigma"], {"jit(_solve)", "jit(_moments)"}), (["log_sigma", "slope"], {"jit(log_joint)"})],
+    ids=["some sites", "all sites"],
+)
+def test_functions_are_compiled_once_and_a_second_run_compiles_nothing(sites, functions, count_compilations):
     method = FixedPointVI(straight_line, integrate=sites)
-    method.run(LINE, progress_bar=False)
-    assert count_compilations(lambda: method.run(LINE, progress_bar=False))[0] == 0
+    compiled, _ = count_compilations(lambda: method.run(LINE, progress_bar=False))
+    assert {name: compiled[name] for name in functions} == dict.fromkeys(functions, 1)
+    assert not count_compilations(lambda: method.run(LINE, progress_bar=False))[0]
 
 
 @pytest.fixture(scope="module")

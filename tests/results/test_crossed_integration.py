@@ -82,12 +82,13 @@ def posterior():
         yield FixedPointVI(effects, integrate="auto").run(ROWS, progress_bar=False)
 
 
-def test_a_second_run_compiles_nothing(monkeypatch, count_compilations):
+def test_functions_are_compiled_once_and_a_second_run_compiles_nothing(monkeypatch, count_compilations):
     monkeypatch.setattr(sparsity, "FEWEST_PARAMETERS", 5)
     monkeypatch.setattr(integration, "MOST_PARAMETERS", 10)
     method = FixedPointVI(effects, integrate="auto")
-    method.run(ROWS, progress_bar=False)
-    assert count_compilations(lambda: method.run(ROWS, progress_bar=False))[0] == 0
+    compiled, _ = count_compilations(lambda: method.run(ROWS, progress_bar=False))
+    assert [compiled["jit(_solved)"], compiled["jit(_gradient_at)"]] == [1, 1]
+    assert not count_compilations(lambda: method.run(ROWS, progress_bar=False))[0]
 
 
 def test_scales_and_effects_are_those_of_quadrature(posterior):

@@ -1,6 +1,5 @@
 """Streams: however the rows come, whatever interrupts them, the posterior is the same."""
 
-import collections
 import functools
 import itertools
 import os
@@ -130,20 +129,15 @@ def assert_identical(one, other):
 
 # ---------------------------------------------------------------------- how the rows come
 @pytest.mark.parametrize("name", ["default", "explicit", "low-rank"])
-def test_the_posterior_does_not_depend_on_how_the_data_are_cut_and_one_run_is_one_compilation(name):
+def test_the_posterior_does_not_depend_on_how_the_data_are_cut_and_one_run_is_one_compilation(name, count_compilations):
     rows, method = rows_of(name), method_of.__wrapped__(name)  # one that nothing has been compiled for
-    compiled = collections.Counter()
 
-    def listen(event, *_, fun_name=None, **__):
-        compiled[fun_name] += event.endswith("backend_compile_duration")
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    def every_cut():
         whole = run(method, rows)
         for sizes in ([1], [7], [1000], np.random.default_rng(1).integers(1, 400, 50).tolist()):
             assert_same(run(method, cut(rows, sizes)), whole)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+
+    compiled, _ = count_compilations(every_cut)
     steps = {step: count for step, count in compiled.items() if step in STEPS}
     assert steps and max(steps.values()) <= 2, steps  # arrays of known length have pieces of their own size
 
