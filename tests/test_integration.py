@@ -633,6 +633,33 @@ def test_auto_takes_all_sites_of_a_model_of_few_parameters():
     assert mixture.elbo == pytest.approx(logsumexp(log_joint) + 2 * np.log(axis[1] - axis[0]), abs=0.01)
 
 
+def student(y):
+    loc = numpyro.sample("loc", dist.Normal(0, 5))
+    scale = numpyro.sample("scale", dist.HalfNormal(5))
+    df = numpyro.sample("df", dist.Gamma(2, 0.1))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.StudentT(df, loc, scale), obs=y)
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_standard_deviations_have_what_long_tails_add(seed):
+    """Eight outcomes, against a dense grid."""
+    y = 1 + np.random.default_rng(seed).standard_t(3, size=8)
+    mixture = FixedPointVI(student, integrate=["loc", "scale", "df"]).run({"y": y}, progress_bar=False)
+    axes = {"loc": np.linspace(-12, 12, 81), "scale": np.linspace(-4, 3.5, 51), "df": np.linspace(-4, 6, 41)}
+    loc, log_scale, log_df = np.meshgrid(*axes.values(), indexing="ij")
+    log_joint = stats.norm.logpdf(loc, scale=5) + stats.halfnorm.logpdf(np.exp(log_scale), scale=5) + log_scale
+    log_joint += stats.gamma.logpdf(np.exp(log_df), 2, scale=10) + log_df
+    log_joint += sum(stats.t.logpdf(value, np.exp(log_df), loc, np.exp(log_scale)) for value in y)
+    mass = np.exp(log_joint - logsumexp(log_joint))
+    given = {"loc": loc, "scale": log_scale, "df": log_df}
+    grid = np.stack([given[name] for name in mixture.program.layout.site_names])
+    mean = np.sum(mass * grid, axis=(1, 2, 3))
+    deviation = np.sqrt(np.sum(mass * (grid - mean[:, None, None, None]) ** 2, axis=(1, 2, 3)))
+    np.testing.assert_allclose((mixture.mean - mean) / deviation, 0, atol=0.05)
+    np.testing.assert_allclose(np.log(np.sqrt(np.diagonal(mixture.covariance)) / deviation), 0, atol=0.06)
+
+
 def stationary(y):
     """The second coefficient's prior ends where the first one says, and rows depend on those before."""
     a = numpyro.sample("a", dist.Uniform(0, 0.5))

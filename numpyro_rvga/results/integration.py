@@ -17,7 +17,7 @@ from ..core.updates.factors import Nodes
 from ..engines.engine import Engine
 from ..engines.integration.bounds import Bound
 from ..engines.integration.evidence_estimate import EvidenceEstimate
-from ..engines.integration.importance import MOST_WITH_DENSITY
+from ..engines.integration.importance import MOST_WITH_DENSITY, UNSETTLED
 from ..engines.integration.log_density import LogDensity, weighted_rows
 from ..engines.integration.mixtures import mixture_of
 from ..engines.integration.nested import Integral
@@ -46,7 +46,6 @@ TOO_LONG = (
     "the model has {} parameters, of which each component of a mixture would have a full covariance: that is possible "
     "for at most {}, unless each row depends on a few given what is integrated out"
 )
-UNSETTLED = 0.1  # standard deviations
 
 
 class Integration:

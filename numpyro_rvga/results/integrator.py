@@ -22,6 +22,7 @@ from .marginal_nuts import integrate_by_nuts
 
 MOST_ON_LATTICE = 2  # parameters
 MOST_BY_IMPORTANCE = 40
+LEAST_POINTS = 256  # where each takes little: few of them miss what long tails add to standard deviations
 FEW_TRIALS = 2  # of the prior for each parameter, where each point takes long, or the mode is known about
 LEAST_SHARE = 0.02  # effective sample size over the number of points, below which NUTS takes over
 MOST_KHAT = 0.7
@@ -98,7 +99,8 @@ class Integrator:
             integral = integrate_lattice(marginal, mode, moments)
         elif len(self.mean) <= MOST_BY_IMPORTANCE:
             num_points = FEW_POINTS if self.is_long else NUM_POINTS
-            integral = integrate_by_importance(marginal, mode, moments, smoothed, num_points)
+            least = LEAST_POINTS if isinstance(bound, LogDensity) else 0
+            integral = integrate_by_importance(marginal, mode, moments, smoothed, num_points, least)
         if integral is None or (_is_too_rough(integral.info) and not self.is_long):
             return integrate_by_nuts(marginal, mode, moments, self.rng_key) if self.may_run_nuts else None
         return integral

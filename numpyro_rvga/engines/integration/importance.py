@@ -41,6 +41,7 @@ SINGULAR = 1e-12  # of a covariance: its smallest eigenvalue over the largest
 LEAST_WEIGHT = 1e-4  # of a point in the fit, over the largest: far ones keep the polynomial low
 TOLERANCE = 0.03  # standard error, or the change when many points become twice as many, in standard deviations
 ROUGH_TOLERANCE = 0.05  # where many parameters take many points
+UNSETTLED = 0.1  # a standard error in these units that is too large, for which twice the most points are taken
 
 Smoothed = Callable[[np.ndarray], tuple[np.ndarray, float]]
 """Log importance ratios (n,) -> normalized log weights, their tail smoothed, and the Pareto k."""
@@ -52,11 +53,12 @@ def integrate_by_importance(
     moments: Moments,
     smoothed: Smoothed,
     num_points: int = NUM_POINTS,
+    least_points: int = 0,
 ) -> Integral | None:
     """The integral by points of a proposal that is as wide and skewed as the marginal along the axes of its mode. Where
     few points have most of the weight, the axes are those of the weighted points, once more.
 
-    :param num_points: at most, for each parameter.
+    :param num_points: at most, for each parameter. :param least_points: of all parameters together.
     :return: None if so few points have weight that they span no volume.
     :raises NotFinite: where more than a little of the mass may be at points without a finite bound.
     """
@@ -65,7 +67,7 @@ def integrate_by_importance(
     profiles = profiles_of(marginal, mode, axes)
     most = min(num_points * power_of_two(size), MOST_POINTS)
     for seed in range(MAX_FITS):
-        sample, of_z = _sampled(marginal, ProfileCoordinates(center, axes, profiles), most, seed)
+        sample, of_z = _sampled(marginal, ProfileCoordinates(center, axes, profiles), most, least_points, seed)
         log_weights, khat = smoothed(sample.log_ratios)
         mass = np.exp(log_weights)
         effective = 1 / np.sum(mass**2)
@@ -175,16 +177,18 @@ class _Sample(NamedTuple):
         return relative_sample_size(self.log_ratios)
 
 
-def _sampled(marginal: Marginal, given: ProfileCoordinates, most: int, seed: int) -> tuple[_Sample, _Moments]:
-    """Points, and moments of z. The number of points doubles, up to ``most``, until the moments' error is within the
-    tolerance. The change by the second half is about the error of the first, and more than that of both. Of few
-    points, around which Gaussians are wide, that is not enough."""
+def _sampled(
+    marginal: Marginal, given: ProfileCoordinates, most: int, least: int, seed: int
+) -> tuple[_Sample, _Moments]:
+    """Points, and moments of z. Their number doubles, from ``least`` up to ``most``, until the moments' error is within
+    the tolerance; and once more, where it is large. The change by the second half is about the error of the
+    first, and more than that of both. Of few points, around which Gaussians are wide, that is not enough."""
     center, axes, profiles = given
     controls, rng = _Controls.of(profiles), np.random.default_rng(seed)
     points: list[Point] = []
     z, by_half = np.empty((0, len(center))), None
     has_density = len(center) <= MOST_WITH_DENSITY
-    tolerance, least = (TOLERANCE, 0) if has_density else (ROUGH_TOLERANCE, LEAST_WITHOUT)
+    tolerance, least = (TOLERANCE, least) if has_density else (ROUGH_TOLERANCE, LEAST_WITHOUT)
     new = [_Proposal(max(most // FIRST_SHARE, FIRST_POINTS))]
     proposals: list[_Proposal] = []
     while True:
@@ -200,7 +204,7 @@ def _sampled(marginal: Marginal, given: ProfileCoordinates, most: int, seed: int
         change = np.inf if by_half is None or len(z) <= FEW else moments.change_from(by_half)
         is_enough = min(moments.error, change) < tolerance and len(z) >= least
         is_hopeless = len(z) > FEW and sample.share < HOPELESS_SHARE
-        if is_enough or len(z) >= most or is_hopeless:
+        if is_enough or len(z) >= most * (2 if moments.error > UNSETTLED else 1) or is_hopeless:
             return sample, moments
         by_half, new = moments, _next_proposals(surrogate, sample, proposals)
 
