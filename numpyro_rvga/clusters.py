@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,6 @@ from .user_warnings import warn
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-Kept = TypeVar("Kept")
 RETRIES = 3
 PATIENCE = 60  # seconds without a result, after which the number of workers is checked
 REFUSALS = (ValueError, NotImplementedError, TypeError)  # of data and models, which are the same the next time
@@ -53,35 +53,7 @@ def current_client() -> Client:
     return get_client()
 
 
-def results_of(client: Client, tasks: Sequence[Future], bar: Bar) -> list[Any]:
-    """The tasks' results, in their order. As soon as one fails for good, the others are canceled.
-
-    :raises ValueError, NotImplementedError: if a run cannot succeed.
-    :raises RuntimeError: if a run has failed too often.
-    """
-    from distributed import as_completed
-
-    results: dict[Any, Any] = {}
-    try:
-        while len(results) < len(tasks):
-            left, before = [task for task in tasks if task.key not in results], len(results)
-            try:
-                for task, result in as_completed(left, with_results=True, timeout=PATIENCE):
-                    if isinstance(result, REFUSALS):
-                        raise result
-                    if task.key not in results:  # what comes twice counts once
-                        bar.update()
-                    results[task.key] = result
-            except TimeoutError:
-                if len(results) == before and not client.scheduler_info()["workers"]:
-                    warn("the cluster has no workers left: the run waits for new ones.")
-    except BaseException:
-        client.cancel(list(tasks))
-        raise
-    return [results[task.key] for task in tasks]
-
-
-def itself(thing: Kept) -> Kept:
+def itself(thing: Any) -> Any:
     """As a task, what a worker keeps."""
     return thing
 
@@ -123,8 +95,36 @@ class Cluster:
         """See :func:`guarded`."""
         return self._client.submit(guarded, number, self._double, task, *arguments, **self._how)
 
-    def _results_of(self, tasks: list[Future]) -> list[Any]:
-        return results_of(self._client, tasks, self._bar)
+    def _submit_each(self, task: Callable, *of_each: Iterable) -> list[Future]:
+        """A task for each part. ``of_each``: the values of each argument, by part."""
+        return [self._submit(number, task, *arguments) for number, arguments in enumerate(zip(*of_each))]
+
+    def results_of(self, tasks: list[Future]) -> list[Any]:
+        """The tasks' results, in their order. As soon as one fails for good, the others are canceled.
+
+        :raises ValueError, NotImplementedError: if a run cannot succeed.
+        :raises RuntimeError: if a run has failed too often.
+        """
+        from distributed import as_completed
+
+        results: dict[Any, Any] = {}
+        try:
+            while len(results) < len(tasks):
+                left, before = [task for task in tasks if task.key not in results], len(results)
+                try:
+                    for task, result in as_completed(left, with_results=True, timeout=PATIENCE):
+                        if isinstance(result, REFUSALS):
+                            raise result
+                        if task.key not in results:  # what comes twice counts once
+                            self._bar.update()
+                        results[task.key] = result
+                except TimeoutError:
+                    if len(results) == before and not self._client.scheduler_info()["workers"]:
+                        warn("the cluster has no workers left: the run waits for new ones.")
+        except BaseException:
+            self._client.cancel(tasks)
+            raise
+        return [results[task.key] for task in tasks]
 
 
 class RunCluster(Cluster):
@@ -151,19 +151,17 @@ class RunCluster(Cluster):
 
     def sums(self, state: State) -> SiteSums:
         """Sums over the rows of all parts, at one state."""
-        return summed(self._asked(_sums, jax.tree.map(np.asarray, state)))
+        return summed(self._asked(_sums, repeat(jax.tree.map(np.asarray, state))))
 
     def sample_of(self, totals: Sequence[int], counts: Sequence[int]) -> list[Rows]:
         """A random sample of the rows of each part. ``totals``: how many there are."""
-        return self._asked(_sample, of_each=list(zip(totals, counts)))
+        return self._asked(_sample, totals, counts)
 
-    def _asked(self, task: Callable, *arguments: Any, of_each: Sequence[tuple] | None = None) -> list[Any]:
-        """The result of a task for each part. ``of_each``: arguments that differ."""
-        tasks = [
-            self._submit(number, task, self._method, part, self._options, *arguments, *own)
-            for number, (part, own) in enumerate(zip(self._parts, of_each or [()] * len(self._parts)))
-        ]
-        return self._results_of(tasks)
+    def _asked(self, task: Callable, *of_each: Iterable) -> list[Any]:
+        """The result of a task for each part."""
+        return self.results_of(
+            self._submit_each(task, repeat(self._method), self._parts, repeat(self._options), *of_each)
+        )
 
 
 class GroupCluster(Cluster):
@@ -172,33 +170,30 @@ class GroupCluster(Cluster):
     def __init__(self, client: Client, retries: int, bar: Bar, model: GroupModel, parts: Sequence[Any]):
         super().__init__(client, retries, bar)
         self._plate, self._model, data = model.plate, self._kept(model), [self._kept(part) for part in parts]
-        self._parts = [self._submit(n, _group_part, self._model, part, n == 0) for n, part in enumerate(data)]
+        self._parts = self._submit_each(_group_part, repeat(self._model), data, (n == 0 for n in range(len(data))))
 
     def begin(self) -> tuple[GroupStart, list[Future], int, int]:
         """Where the rounds begin, also as groups of each part, and how many groups and rows there are."""
-        counts = self._results_of([self._submit(n, GroupPart.counts, part) for n, part in enumerate(self._parts)])
-        samples = [self._submit(n, GroupPart.sample, part, len(self._parts)) for n, part in enumerate(self._parts)]
-        labels = [self._submit(n, attrgetter("labels"), part) for n, part in enumerate(self._parts)]
+        counts = self.results_of(self._submit_each(GroupPart.counts, self._parts))
+        samples = self._submit_each(GroupPart.sample, self._parts, repeat(len(self._parts)))
+        labels = self._submit_each(attrgetter("labels"), self._parts)
         apart = self._submit(None, check_apart, self._plate.name, *labels)
         start = self._submit(None, start_from, self._model, *samples)
-        results = self._results_of([apart, start])[1]
-        places = [self._submit(n, initial_groups, count, start) for n, (count, _) in enumerate(counts)]
+        results = self.results_of([apart, start])[1]
+        places = self._submit_each(initial_groups, (count for count, _ in counts), repeat(start))
         num_groups, num_rows = (sum(numbers) for numbers in zip(*counts))
         return results, places, num_groups, num_rows
 
     def write(self, places: list[Future], folder: str, names: list[str], root: np.ndarray) -> None:
         """Each part's groups to a file."""
-        arguments = enumerate(zip(self._parts, places))
-        self._results_of(
-            [self._submit(n, _write, n, part, place, folder, names, root) for n, (part, place) in arguments]
-        )
+        same = repeat(folder), repeat(names), repeat(root)
+        self.results_of(self._submit_each(_write, range(len(places)), self._parts, places, *same))
 
     def advanced(self, places: list[Future], step: float, shift: np.ndarray, shared: Shared) -> list[Future]:
-        pairs = enumerate(zip(self._parts, places))
-        return [self._submit(n, advanced, part, place, step, shift, shared) for n, (part, place) in pairs]
+        return self._submit_each(advanced, self._parts, places, repeat(step), repeat(shift), repeat(shared))
 
     def messages(self, places: list[Future], step: float) -> list[Message]:
-        return self._results_of([self._submit(n, message_of, place, step) for n, place in enumerate(places)])
+        return self.results_of(self._submit_each(message_of, places, repeat(step)))
 
 
 def _group_part(model: GroupModel, data: Data | Iterable, is_first: bool) -> GroupPart:
@@ -209,8 +204,8 @@ def _group_part(model: GroupModel, data: Data | Iterable, is_first: bool) -> Gro
 
 def _write(
     number: int, part: GroupPart, place: EvaluatedGroups, folder: str, names: list[str], root: np.ndarray
-) -> int:
-    return write_groups(folder, number, part.model.plate.index, part.labels, names, place.groups, root)
+) -> None:
+    write_groups(folder, number, part.model.plate.index, part.labels, names, place.groups, root)
 
 
 def _solved(method: RVGA | BONG, part: Any, options: Mapping[str, Any]) -> tuple[Any, dict, tuple[RowSet, ...]]:

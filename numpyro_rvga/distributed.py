@@ -14,14 +14,19 @@ import numpy as np
 from .bong import BONG
 from .clusters import RETRIES, GroupCluster, RunCluster, current_client
 from .engines.expectation_errors import has_finite_bound, warn_of
-from .options import Info
 from .progress import progress
 from .results.groups.parts import GroupModel, LocalPlate
 from .results.groups.posterior import GroupFiles, GroupPosterior, checked_folder
 from .results.groups.rounds import in_group_rounds
-from .results.merging.merge import check_disjoint, defined, merged
-from .results.merging.rounds import checked_rounds, evaluations_of, in_rounds, rounds_info, warn_of_one_exchange
-from .results.merging.summaries import TOLERANCE
+from .results.merging.merge import check_disjoint, merged
+from .results.merging.rounds import (
+    TOLERANCE,
+    checked_rounds,
+    evaluations_of,
+    in_rounds,
+    rounds_info,
+    warn_of_one_exchange,
+)
 from .results.posterior import Posterior
 from .rvga import RVGA
 from .streams.opening import HEAD, PassOptions, open_source
@@ -101,19 +106,21 @@ def run(
         states, infos, row_sets = zip(*cluster.solve())
         check_disjoint(row_sets)
         result = None
-        if isinstance(method, RVGA) and takes_rounds and limit != 1 and not (limit is None and _is_exact(method)):
-            evaluations = evaluations_of(method.last_engine, start, cluster.sums, cluster.sample_of)
-            result = defined(in_rounds(start, states, evaluations, limit))
-    info: Info = {"merged": len(parts), "parts": list(infos)}
-    runs = tuple(run for part in row_sets for run in part)
+        if isinstance(method, RVGA) and takes_rounds and limit != 1:
+            engine = method.last_engine
+            if limit is not None or not engine.program.is_conjugate:  # else the runs' posteriors merge exactly
+                evaluations = evaluations_of(engine, start, cluster.sums, cluster.sample_of)
+                result = in_rounds(start, states, evaluations, limit)
+    state: Any = merged(start, states) if result is None else result.state
+    posterior = method.posterior(state)
+    bound, info = posterior.elbo, {**posterior.info, "merged": len(parts), "parts": list(infos)}
     if result is None:
         remedy = "take rounds='auto'" if takes_rounds else "use fewer and larger parts, or RVGA"
-        state: Any = merged(start, states)
-        posterior = method.posterior(state)
         warn_of_one_exchange(posterior.program, [int(state.num_rows) for state in states], remedy)
-        return dataclasses.replace(posterior, info={**posterior.info, **info}, row_sets=runs)
-    posterior, info = method.posterior(result.state), info | rounds_info(result, limit)
-    return dataclasses.replace(posterior, elbo=result.evaluation.bound, info={**posterior.info, **info}, row_sets=runs)
+    else:
+        bound, info = result.evaluation.bound, info | rounds_info(result, limit)
+    row_sets = tuple(run for part in row_sets for run in part)
+    return dataclasses.replace(posterior, elbo=bound, info=info, row_sets=row_sets)
 
 
 def run_groups(
@@ -186,13 +193,9 @@ def run_groups(
     parts, limit = list(parts), checked_rounds(rounds)
     if not parts:
         raise ValueError("there are no parts to run.")
-    if not (isinstance(method, RVGA) and method.takes_rounds):
-        raise ValueError("groups are for RVGA with the implicit scheme and full Gaussians, without dynamics.")
     _check_mesh(method)
-    local = LocalPlate(plate, index, size)
-    local.check(method.model, model_kwargs)
+    of_all = GroupModel.of(method, LocalPlate(plate, index, size), model_kwargs, rng_key)
     client, folder = current_client() if client is None else client, checked_folder(folder)
-    of_all = GroupModel(method.model, method.options, method.improper_prior_scale, local, model_kwargs, rng_key)
     with progress(progress_bar, None, "distributed", "part") as bar:
         cluster = GroupCluster(client, retries, bar, of_all, parts)
         start, places, num_groups, num_rows = cluster.begin()
@@ -215,7 +218,7 @@ def run_groups(
         "converged": bool(error < TOLERANCE),
     }
     mean, scale = (jnp.asarray(x, engine.program.dtype) for x in (result.shared.mean, result.shared.root))
-    seen = (GroupFiles(folder, index), local, num_rows, num_groups)
+    seen = (GroupFiles(folder, index, members), of_all.plate, num_rows, num_groups)
     bound = result.bound if has_finite_bound(result.expectation_error) else None
     return GroupPosterior(engine.program, members, mean, scale, bound, info, *seen)
 
@@ -227,8 +230,3 @@ def _check_mesh(method: RVGA | BONG) -> None:
             "the method's mesh is of devices of this process, and workers have their own: leave mesh out, and start a "
             "worker for each device."
         )
-
-
-def _is_exact(method: RVGA) -> bool:
-    """Whether summaries of rows of the last data are exact."""
-    return method.last_engine.program.is_conjugate

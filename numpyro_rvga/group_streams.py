@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from jax import Array
-from jax.sharding import Mesh
 
-from .options import Options, is_count
+from .options import is_count
 from .results.groups.parts import GroupModel, LocalPlate
 from .results.groups.store import GroupStore
 from .results.groups.stream import GroupStream
 
 
-class Method(Protocol):
-    """The part of :class:`RVGA` that a stream needs."""
-
-    model: Callable
-    options: Options
-    improper_prior_scale: float | None
-    mesh: Mesh | None
-
-    @property
-    def takes_rounds(self) -> bool: ...
-
-
 def stream_groups(
-    method: Method,
+    method: Any,
     *,
     plate: str,
     index: str,
@@ -89,17 +75,10 @@ def stream_groups(
     :raises ValueError: for arguments that the model does not take, for a method that does not seek the best full
         Gaussian or that has dynamics, for a file that is there without ``resume``, and for one of another model.
     """
-    if not method.takes_rounds:
-        raise ValueError("groups are for RVGA with the implicit scheme and full Gaussians, without dynamics.")
-    for what, value, least in (
-        ("rows_kept", rows_kept, 1), ("block_size", block_size, 1), ("groups_in_memory", groups_in_memory, 1),
-    ):  # fmt: skip
-        if value is not None and not is_count(value, least):
-            raise ValueError(f"{what} must be an integer of at least {least}, not {value!r}.")
+    common = GroupModel.of(method, LocalPlate(plate, index, size), model_kwargs, rng_key)
+    for what, value in (("rows_kept", rows_kept), ("block_size", block_size), ("groups_in_memory", groups_in_memory)):
+        if value is not None and not is_count(value, 1):
+            raise ValueError(f"{what} must be an integer of at least 1, not {value!r}.")
     if file is None and (groups_in_memory is not None or resume):
         raise ValueError("groups_in_memory and resume need a file: pass file='users.db'.")
-    local = LocalPlate(plate, index, size)
-    local.check(method.model, model_kwargs)
-    of_method = method.model, method.options, method.improper_prior_scale
-    common = GroupModel(*of_method, local, model_kwargs, rng_key, method.mesh)
     return GroupStream(common, GroupStore(file, groups_in_memory, resume=resume), block_size, rows_kept)

@@ -238,7 +238,7 @@ def test_results_that_come_late_or_twice_count_once_and_in_order(monkeypatch):
             raise TimeoutError
 
     monkeypatch.setattr(dask_distributed, "as_completed", as_completed)
-    assert clusters.results_of(SimpleNamespace(), tasks, bar) == [0, 1, 2, 3]
+    assert clusters.Cluster(SimpleNamespace(), 0, bar).results_of(tasks) == [0, 1, 2, 3]
     assert bar.count == 4
 
 

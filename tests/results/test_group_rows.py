@@ -12,10 +12,10 @@ def kept_after(blocks, most, seed=0):
         rows = {"x": np.arange(first, first + len(number))}
         first += len(number)
         form = form or RowForm.of({**rows, "user": number}, "user", most)
-        new = new_rows(rows, number, rng, "user")
-        before = new if vectors is None else form.unpacked(vectors, "user").and_then(new)
+        new = new_rows(rows, number, rng)
+        before = new if vectors is None else form.unpacked(vectors).and_then(new)
         vectors = form.packed(before.sampled(most, 3), 3)
-    return form.unpacked(vectors, "user")
+    return form.unpacked(vectors)
 
 
 def test_rows_kept_stand_for_all_of_their_group():
@@ -40,8 +40,8 @@ def test_wide_integers_and_vectors_come_back_as_they_were():
     rows = {"id": big, "x": np.arange(6, dtype=np.float32).reshape(3, 2), "seen": np.array([True, False, True])}
     number = np.array([1, 0, 1])
     form = RowForm.of({**rows, "user": number}, "user", 2)
-    kept = new_rows(rows, number, np.random.default_rng(0), "user")
-    again = form.unpacked(form.packed(kept, 2), "user")
+    kept = new_rows(rows, number, np.random.default_rng(0))
+    again = form.unpacked(form.packed(kept, 2))
     assert isinstance(again, GroupRows)
     order = [np.flatnonzero(again.rows["seen"] == False)[0], *np.flatnonzero(again.rows["seen"])]  # noqa: E712
     np.testing.assert_array_equal(sorted(again.rows["id"][order[1:]]), [7, 2**53 + 1])

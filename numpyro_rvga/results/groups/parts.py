@@ -7,7 +7,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
@@ -28,6 +28,8 @@ SAMPLE = 200  # groups that are solved for first
 MOST_AT_START, MOST_STEPS = 30, 10  # of groups, in a round
 KINDS = {"i": "integers", "u": "integers", "U": "strings", "b": "booleans", "f": "numbers with a point"}
 LABELS = ("integers", "strings")
+SumsAt = Callable[[np.ndarray, np.ndarray, Groups], GroupSums]
+"""mean (k,) and root (k, k) of q(s), groups -> the sums over a part there."""
 
 
 class LocalPlate(NamedTuple):
@@ -40,18 +42,6 @@ class LocalPlate(NamedTuple):
     name: str
     index: str
     size: str
-
-    def check(self, model: Callable, model_kwargs: Keywords) -> None:
-        """:raises ValueError: for arguments that the model does not take, or that are given."""
-        parameters = inspect.signature(model).parameters
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        for what, name in (("index", self.index), ("size", self.size)):
-            if name not in parameters and not takes_any:
-                raise ValueError(f"{what}={name!r} is no argument of the model, which takes {list(parameters)}.")
-            if name in model_kwargs:
-                raise ValueError(
-                    f"{name!r} is of the data ({what}={name!r}), and cannot be given as a keyword argument."
-                )
 
 
 class GroupModel(NamedTuple):
@@ -66,7 +56,28 @@ class GroupModel(NamedTuple):
     plate: LocalPlate
     model_kwargs: Keywords
     rng_key: Array | None
-    mesh: Mesh | None = None
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, method: Any, plate: LocalPlate, model_kwargs: Keywords, rng_key: Array | None) -> GroupModel:
+        """That of an :class:`RVGA`.
+
+        :raises ValueError: for a method that does not seek the best full Gaussian or that has dynamics, and for
+            arguments that the model does not take, or that are given.
+        """
+        if not getattr(method, "takes_rounds", False):
+            raise ValueError("groups are for RVGA with the implicit scheme and full Gaussians, without dynamics.")
+        parameters = inspect.signature(method.model).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        for what, name in (("index", plate.index), ("size", plate.size)):
+            if name not in parameters and not takes_any:
+                raise ValueError(f"{what}={name!r} is no argument of the model, which takes {list(parameters)}.")
+            if name in model_kwargs:
+                raise ValueError(
+                    f"{name!r} is of the data ({what}={name!r}), and cannot be given as a keyword argument."
+                )
+        of_method = method.model, method.options, method.improper_prior_scale
+        return cls(*of_method, plate, model_kwargs, rng_key, method.mesh)
 
     def bind(self, rows: Rows, count: int) -> tuple[Engine, Members]:
         """The model bound to rows of ``count`` members, and perhaps one more, of which there are no rows."""
@@ -107,7 +118,7 @@ class GroupPart:
 
     def __init__(self, model: GroupModel, data: Data | Iterable, *, with_shared_prior: bool):
         index = model.plate.index
-        rows, _ = read_rows(model.model, data, index, {**model.model_kwargs, model.plate.size: 1})
+        rows = read_rows(model.model, data, index, {**model.model_kwargs, model.plate.size: 1})
         self.model, self._with_shared_prior = model, with_shared_prior
         self.labels, number = np.unique(rows[index], return_inverse=True)
         self.rows = rows | {index: number.astype(np.int32)}
@@ -124,6 +135,10 @@ class GroupPart:
         terms = GroupTerms(engine, members)
         chunks = terms.chunks(self.rows, self.rows[self.model.plate.index])
         return GroupEvaluations(terms, chunks, len(self.labels), with_shared_prior=self._with_shared_prior)
+
+    def __call__(self, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
+        """The sums over the part at q."""
+        return self.evaluations(mean, root, groups)
 
     def counts(self) -> tuple[int, int]:
         """How many groups and rows there are."""
@@ -178,24 +193,15 @@ def initial_groups(count: int, start: GroupStart) -> EvaluatedGroups:
     return EvaluatedGroups(Groups(np.tile(start.mean, (count, 1)), precision, np.zeros((count, size, k))), None)
 
 
-class Part(Protocol):
-    """A part, as :func:`advanced` knows it."""
-
-    @property
-    def evaluations(self) -> Callable[[np.ndarray, np.ndarray, Groups], GroupSums]:
-        """mean (k,) and root (k, k) of q(s), groups -> the sums there."""
-        ...
-
-
-def advanced(part: Part, evaluated: EvaluatedGroups, step: float, shift: np.ndarray, shared: Shared) -> EvaluatedGroups:
+def advanced(
+    sums_at: SumsAt, evaluated: EvaluatedGroups, step: float, shift: np.ndarray, shared: Shared
+) -> EvaluatedGroups:
     """A part's groups after a step of q(s) to ``shared``, maximized there."""
     groups, most = evaluated.groups, MOST_AT_START
     if evaluated.at is not None:
         groups, most = take_step(groups, evaluated.at, step, shift), MOST_STEPS
     root = shared.root
-    return EvaluatedGroups(
-        *maximize_groups(lambda g: part.evaluations(shared.mean, root, g), groups, most, relative_rounding())
-    )
+    return EvaluatedGroups(*maximize_groups(lambda g: sums_at(shared.mean, root, g), groups, most, relative_rounding()))
 
 
 def message_of(evaluated: EvaluatedGroups, step: float) -> Message:
@@ -204,50 +210,41 @@ def message_of(evaluated: EvaluatedGroups, step: float) -> Message:
     return message(evaluated.groups, evaluated.at, step)
 
 
-def read_rows(
-    model: Callable,
-    data: Data | Iterable,
-    index: str,
-    model_kwargs: Keywords,
-    first_row: int = 0,
-    kind: str | None = None,
-) -> tuple[Rows, str | None]:
-    """All rows, which may come in blocks, and what their labels are: see :func:`label_kind`.
+def named_blocks(
+    model: Callable, data: Data | Iterable, index: str, model_kwargs: Keywords, kind: str | None = None
+) -> Iterator[tuple[Rows, str | None]]:
+    """Blocks of rows by name, of which labels may be strings, and what labels are up to there: see :func:`label_kind`.
 
-    :param index: the array of labels. :param first_row: the number of the first of them.
-    :param kind: what labels of earlier rows are, or None.
+    :param index: the array of labels. :param kind: what labels of earlier rows are, or None.
     :raises ValueError: for labels of no use, or as :func:`named_rows` does.
     """
-    blocks = [data] if isinstance(data, (Mapping, tuple)) else list(data)
+    first_row = 0
+    for block in [data] if isinstance(data, (Mapping, tuple)) else data:
+        if isinstance(block, Mapping) and block.get(index) is not None:  # strings are for no model
+            labels = block[index]
+            kind = label_kind(labels, index, first_row, kind)
+            numbers = np.zeros(len(labels), np.int32)
+            rows = named_rows(model, {**block, index: numbers}, model_kwargs) | {index: labels}
+        else:
+            rows = named_rows(model, block, model_kwargs)
+            if index not in rows:
+                raise ValueError(f"the data have no array {index!r}, which tells the group of each row.")
+            kind = label_kind(rows[index], index, first_row, kind)
+        yield {name: np.array(array) for name, array in rows.items()}, kind  # a source may use its arrays again
+        first_row += num_rows(rows)
+
+
+def read_rows(model: Callable, data: Data | Iterable, index: str, model_kwargs: Keywords) -> Rows:
+    """All rows, which may come in blocks; see :func:`named_blocks`."""
+    blocks = [rows for rows, _ in named_blocks(model, data, index, model_kwargs)]
     if not blocks:
         raise ValueError("the data have no rows.")
-    named: list[Rows] = []
-    for block in blocks:
-        rows, kind = _named(model, block, index, model_kwargs, first_row, kind)
-        named.append(rows)
-        first_row += num_rows(rows)
-    return {name: np.concatenate([np.asarray(some[name]) for some in named]) for name in named[0]}, kind
-
-
-def _named(
-    model: Callable, block: Any, index: str, model_kwargs: Keywords, first_row: int, kind: str | None
-) -> tuple[Rows, str | None]:
-    """Arrays by name, of which labels may be strings, and what these are."""
-    labels = block.get(index) if isinstance(block, Mapping) else None
-    if labels is not None:  # strings are for no model
-        kind = label_kind(labels, index, first_row, kind)
-        numbers = np.zeros(len(labels), np.int32)
-        return named_rows(model, {**block, index: numbers}, model_kwargs) | {index: np.asarray(labels)}, kind
-    rows = named_rows(model, block, model_kwargs)
-    if index not in rows:
-        raise ValueError(f"the data have no array {index!r}, which tells the group of each row.")
-    return rows, label_kind(rows[index], index, first_row, kind)
+    return joined(blocks)
 
 
 def check_apart(plate: str, *all_labels: np.ndarray) -> None:
     """:raises ValueError: naming a label that is in two parts."""
-    joined = np.concatenate(all_labels)
-    labels, counts = np.unique(joined, return_counts=True)
+    labels, counts = np.unique(np.concatenate(all_labels), return_counts=True)
     if counts.max(initial=1) == 1:
         return
     twice = labels[counts > 1][0]
@@ -302,22 +299,20 @@ def _kind_of(array: np.ndarray) -> str:
     return KINDS.get(array.dtype.kind, f"of type {array.dtype}")
 
 
-def blocks_of_rows(model: GroupModel, data: Data | Iterable, block_size: int, kind: str | None) -> Iterator[Rows]:
+def blocks_of_rows(model: GroupModel, data: Data | Iterable, block_size: int, before: str | None) -> Iterator[Rows]:
     """Rows with the labels of their groups, ``block_size`` at a time.
 
-    :param data: a mapping, or an iterable of such. :param kind: what labels of earlier rows are, or None.
+    :param data: a mapping, or an iterable of such. :param before: what labels of earlier rows are, or None.
     :raises ValueError: naming the array and the row, for data and labels of no use.
     """
     plate = model.plate
-    keywords, done, waiting = {**model.model_kwargs, plate.size: 1}, 0, []
-    for block in [data] if isinstance(data, (Mapping, tuple)) else data:
-        rows, kind = read_rows(model.model, block, plate.index, keywords, done, kind)
+    keywords, waiting = {**model.model_kwargs, plate.size: 1}, []
+    for rows, kind in named_blocks(model.model, data, plate.index, keywords, before):
         if kind not in (None, *LABELS):
             raise ValueError(
                 f"array {plate.index!r} must have labels that are integers or strings, and they are {kind}."
             )
         waiting.append(rows)
-        done += num_rows(rows)
         if sum(map(num_rows, waiting)) < block_size:
             continue
         whole = joined(waiting)

@@ -21,7 +21,7 @@ from ...core.compilation import jit
 from ...core.groups.steps import Groups, conditionals, covariances
 from ...model import Program
 from ...model.data.arguments import split_call
-from ...model.data.rows import Data, Keywords, num_rows
+from ...model.data.rows import Data, num_rows
 from ...model.members import Members
 from ...options import Info, is_count
 from ...streams.arrow import pyarrow_at_hand
@@ -40,7 +40,7 @@ class GroupSource(Protocol):
         """
         ...
 
-    def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def read(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Means at the mean of the shared sites (g, d), slopes in these (g, d, k), and roots of the covariances given
         these (g, d, d), of labels (g,).
 
@@ -130,8 +130,7 @@ class GroupPosterior:
             wanted = np.asarray(groups)
             if wanted.ndim != 1 or not wanted.size:
                 raise ValueError(f"groups must be a list of labels, or None for none, not of shape {wanted.shape}.")
-            arrays = self.groups.read(wanted, self.members)
-            mean, slope, root = (jnp.asarray(x, self.mean.dtype) for x in arrays)
+            mean, slope, root = (jnp.asarray(x, self.mean.dtype) for x in self.groups.read(wanted))
             noise = jax.random.normal(key, (count, len(mean), size), self.mean.dtype)
             own = mean + jnp.einsum("gdk,nk->ngd", slope, shift) + jnp.einsum("gde,nge->ngd", root, noise)
             of_all, of_groups = self._constrained(self.mean + shift, own)
@@ -155,7 +154,10 @@ class GroupPosterior:
         :raises ValueError: for unusable data, and as :meth:`sample_posterior` does.
         """
         program, plate = self.program, self.plate
-        rows, number, labels = _numbered(self, data)
+        rows = read_rows(program.model, data, plate.index, {**program.model_kwargs, plate.size: 1})
+        all_labels, rows = numbered(rows, plate.index)
+        labels, number = np.asarray(all_labels), rows[plate.index]
+        rows = program.rows(rows | {plate.index: np.zeros_like(number)}, predicted=True)
         is_known = self.groups.contains(labels)
         order = np.argsort(~is_known, kind="stable")  # those that are known come first
         draw_key, model_key = jax.random.split(rng_key)
@@ -226,11 +228,12 @@ class GroupPosterior:
 class GroupFiles(NamedTuple):
     """Groups in Parquet files.
 
-    :ivar folder: of the files. :ivar index: the column of labels.
+    :ivar folder: of the files. :ivar index: the column of labels. :ivar members: of a program of the model.
     """
 
     folder: str
     index: str
+    members: Members
 
     def contains(self, wanted: np.ndarray) -> np.ndarray:
         """See :class:`GroupSource`."""
@@ -244,7 +247,7 @@ class GroupFiles(NamedTuple):
             )
         return np.isin(wanted, column.to_numpy())
 
-    def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def read(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See :class:`GroupSource`."""
         table = pyarrow_at_hand().parquet.read_table(
             self.folder, filters=[(self.index, "in", np.unique(wanted).tolist())]
@@ -254,8 +257,8 @@ class GroupFiles(NamedTuple):
         missing = wanted[~np.isin(wanted, labels)]
         if missing.size:
             raise ValueError(f"{self.folder} has no group {missing[0]}.")
-        at, size = order[np.searchsorted(labels[order], wanted)], len(members.columns)
-        means = [table[MEAN.format(name)].to_numpy() for name in members.of_members.entry_names]
+        at, size = order[np.searchsorted(labels[order], wanted)], len(self.members.columns)
+        means = [table[MEAN.format(name)].to_numpy() for name in self.members.of_members.entry_names]
         slope, root = (np.stack(table[name].to_numpy(zero_copy_only=False)) for name in (SLOPE, ROOT))
         return (
             np.stack(means, axis=1)[at],
@@ -266,11 +269,8 @@ class GroupFiles(NamedTuple):
 
 def write_groups(
     folder: str, number: int, index: str, labels: np.ndarray, names: Sequence[str], groups: Groups, root: np.ndarray
-) -> int:
-    """The groups of a part as a file that is there as a whole or not at all.
-
-    :param root: of the covariance of the shared sites. :return: how many they are.
-    """
+) -> None:
+    """A part's groups as a file that is there as a whole or not at all. ``root``: of the covariance of shared sites."""
     import pyarrow as pa
 
     given = conditionals(groups)
@@ -286,7 +286,6 @@ def write_groups(
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     pyarrow_at_hand().parquet.write_table(table, temporary)
     os.replace(temporary, path)
-    return len(labels)
 
 
 def checked_folder(folder: str | os.PathLike) -> str:
@@ -301,13 +300,3 @@ def checked_folder(folder: str | os.PathLike) -> str:
     if any(path.glob("*.parquet")):
         raise ValueError(f"{folder} holds Parquet files already: groups are written to a folder of their own.")
     return str(path)
-
-
-def _numbered(posterior: GroupPosterior, data: Data | Iterable) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Rows, checked; the number of the group of each; and the groups' labels."""
-    program, plate = posterior.program, posterior.plate
-    keywords: Keywords = {**program.model_kwargs, plate.size: 1}
-    rows, _ = read_rows(program.model, data, plate.index, keywords)
-    labels, rows = numbered(rows, plate.index)
-    number = rows[plate.index]
-    return program.rows(rows | {plate.index: np.zeros_like(number)}, predicted=True), number, np.asarray(labels)

@@ -18,7 +18,7 @@ import numpy as np
 from ...core.groups.steps import Message
 from ...core.pytrees import summed
 from ...core.updates.acceleration import shares_of
-from ..merging.summaries import TOLERANCE, distance
+from ..merging.rounds import TOLERANCE, distance
 
 MAX_ROUNDS = 40
 MAX_HALVINGS = 12

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from ...model.data.rows import Rows, selected
@@ -64,7 +65,7 @@ class RowForm(NamedTuple):
         vectors[ordered, place] = np.concatenate([kept.key[:, None], *parts], axis=1)[order]
         return np.concatenate([kept.totals(count)[:, None], vectors.reshape(count, -1)], axis=1)
 
-    def unpacked(self, vectors: np.ndarray, index: str) -> GroupRows:
+    def unpacked(self, vectors: np.ndarray) -> GroupRows:
         """The rows of groups, numbered by their order in ``vectors``."""
         totals = vectors[:, 0].astype(int)
         counts = np.minimum(totals, self.most)
@@ -77,21 +78,20 @@ class RowForm(NamedTuple):
             for piece, (name, shape) in zip(pieces, self.shapes.items())
         }
         number = np.repeat(np.arange(len(vectors)), counts)
-        return GroupRows(rows, number, flat[:, 0], (totals / np.maximum(counts, 1))[number], index)
+        return GroupRows(rows, number, flat[:, 0], (totals / np.maximum(counts, 1))[number])
 
 
 class GroupRows(NamedTuple):
     """Rows of groups that are numbered from zero.
 
     :ivar rows: without their groups. :ivar number: the group of each, (n,). :ivar key: a random number of each, (n,).
-    :ivar multiplicity: how many rows each represents, (n,). :ivar index: the array that the model takes the groups in.
+    :ivar multiplicity: how many rows each represents, (n,).
     """
 
     rows: Rows
     number: np.ndarray
     key: np.ndarray
     multiplicity: np.ndarray
-    index: str
 
     def totals(self, count: int) -> np.ndarray:
         """How many rows each group has had, (count,)."""
@@ -117,7 +117,7 @@ class GroupRows(NamedTuple):
         kept = np.sort(order[np.arange(len(order)) - np.searchsorted(ordered, ordered) < most])
         totals, number = self.totals(count), self.number[kept]
         multiplicity = totals[number] / np.minimum(totals[number], most)
-        return GroupRows(selected(self.rows, kept), number, self.key[kept], multiplicity, self.index)
+        return GroupRows(selected(self.rows, kept), number, self.key[kept], multiplicity)
 
     def at(self, indices: np.ndarray) -> GroupRows:
         """With group i numbered ``indices[i]``."""
@@ -127,17 +127,12 @@ class GroupRows(NamedTuple):
         """These rows and new ones."""
         if new is None or not len(self.number):
             return new or self
-        joined = {name: np.concatenate([array, new.rows[name]]) for name, array in self.rows.items()}
-        number, key, multiplicity = (
-            np.concatenate(both)
-            for both in ((self.number, new.number), (self.key, new.key), (self.multiplicity, new.multiplicity))
-        )
-        return GroupRows(joined, number, key, multiplicity, self.index)
+        return jax.tree.map(lambda *both: np.concatenate(both), self, new)
 
 
-def new_rows(rows: Rows, number: np.ndarray, rng: np.random.Generator, index: str) -> GroupRows:
+def new_rows(rows: Rows, number: np.ndarray, rng: np.random.Generator) -> GroupRows:
     """Rows of multiplicity one, with random keys."""
-    return GroupRows(rows, number, rng.random(len(number)), np.ones(len(number)), index)
+    return GroupRows(rows, number, rng.random(len(number)), np.ones(len(number)))
 
 
 def _as_numbers(array: np.ndarray) -> np.ndarray:

@@ -6,30 +6,93 @@ later solve is taken for the change of the others' factors too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core.expectations.by_nodes import power_of_two
 from ...core.groups.factors import (
     GroupSummaries,
+    Rest,
     nothing,
+    packed_width,
     rest_of_groups,
     rest_of_shared,
     sampling_variance,
     summarize,
 )
-from ...core.groups.steps import Groups
+from ...core.groups.steps import Groups, GroupSums, Message
 from ...core.updates.state import QuadraticFactors
-from ...engines.groups import GroupEvaluations
+from ...engines.engine import Engine
+from ...engines.groups import GroupEvaluations, GroupTerms
+from ...model.data.rows import Rows, selected
+from ...model.members import Members
 from ...user_warnings import warn
-from ..merging.summaries import TOLERANCE
-from .blocks import BlockModel, GroupPiece, GroupPieces
-from .parts import EvaluatedGroups
+from ..merging.rounds import TOLERANCE
+from .parts import EvaluatedGroups, GroupModel, SumsAt, advanced, message_of
 from .rounds import Shared, in_group_rounds
-from .rows import GroupRows
+from .rows import GroupRows, RowForm
 
+FEWEST = 16  # groups, and rows, that programs are compiled for
 BLOCK_TOLERANCE = 1e-3  # standard deviations: what blocks leave adds up
+
+
+class BlockModel(NamedTuple):
+    """The model, bound to as many groups as a block may have, and compiled.
+
+    :ivar form: of the rows that are kept. :ivar head: rows that it was read with.
+    """
+
+    engine: Engine
+    members: Members
+    terms: GroupTerms
+    form: RowForm
+    index: str
+    head: Rows
+
+    @classmethod
+    def of(cls, model: GroupModel, rows: Rows, slots: int, rows_kept: int) -> BlockModel:
+        """The model bound to ``slots`` groups."""
+        index = model.plate.index
+        head = selected(rows, slice(0, FEWEST // 2))  # as many rows as groups would seem to have a group each
+        engine, members = model.bind(head, slots)
+        most = 0 if engine.program.has_gaussian_rows else rows_kept
+        return cls(engine, members, GroupTerms(engine, members), RowForm.of(rows, index, most), index, head)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all terms of groups are Gaussian, so that their Gaussian factors are exact."""
+        return self.engine.program.has_gaussian_rows and self.terms.has_gaussian_groups
+
+    def pieces(self, labels: Sequence[Hashable]) -> list[Sequence[Hashable]]:
+        """Labels in pieces of as many groups as the model is bound to."""
+        size = self.members.number
+        return [labels[start : start + size] for start in range(0, len(labels), size)]
+
+    def chunks(self, rows: GroupRows) -> list[Any]:
+        """On the device."""
+        count = len(rows.number)
+        if not count:
+            return []
+        all_arrays = rows.rows | {self.index: rows.number.astype(np.int32)}
+        return self.terms.chunks(
+            all_arrays, all_arrays[self.index], max(power_of_two(count), FEWEST), rows.multiplicity
+        )
+
+    def packed(self, kept: GroupSummaries, rows: GroupRows) -> np.ndarray:
+        """One vector for each group."""
+        return np.concatenate([kept.packed(), self.form.packed(rows, len(kept.linear))], axis=1)
+
+    def unpacked(self, vectors: np.ndarray) -> tuple[GroupSummaries, GroupRows]:
+        """The summaries and the kept rows of groups, from one vector for each, with fewer or more zeros at its end."""
+        size, k = len(self.members.columns), self.members.shared.size
+        end = packed_width(size, k)
+        whole = np.zeros((len(vectors), end + self.form.packed_width))
+        given = vectors[:, : whole.shape[1]]
+        whole[:, : given.shape[1]] = given
+        return GroupSummaries.unpacked(whole[:, :end], size, k), self.form.unpacked(whole[:, end:])
 
 
 class SharedState(NamedTuple):
@@ -81,6 +144,23 @@ class Solved(NamedTuple):
     stood_alone: bool
 
 
+class GroupPieces(NamedTuple):
+    """Some groups of a solve each, as the :class:`Parts` of rounds.
+
+    :ivar sums_at: of the groups' priors and rows, and of the factor of the others.
+    """
+
+    sums_at: Sequence[SumsAt]
+
+    def advanced(
+        self, places: list[EvaluatedGroups], step: float, shift: np.ndarray, shared: Shared
+    ) -> list[EvaluatedGroups]:
+        return [advanced(sums_at, place, step, shift, shared) for sums_at, place in zip(self.sums_at, places)]
+
+    def messages(self, places: list[EvaluatedGroups], step: float) -> list[Message]:
+        return [message_of(place, step) for place in places]
+
+
 def solved(
     model: BlockModel, before: SharedState | None, start: Shared, given: Sequence[Callable[[], PieceInput]]
 ) -> Solved:
@@ -116,7 +196,7 @@ def solved(
 
 def _pieces(
     model: BlockModel, before: SharedState | None, given: Sequence[Callable[[], PieceInput]], *, alone: bool
-) -> list[tuple[GroupPiece, EvaluatedGroups]]:
+) -> list[tuple[SumsAt, EvaluatedGroups]]:
     """The pieces to solve for together, and where the search begins. The first one has the factor of q(s)."""
     pieces = []
     for number, read in enumerate(given):
@@ -130,9 +210,13 @@ def _pieces(
                 (mean, precision), prior, evidence = before
                 of_shared = rest_of_shared(evidence, mean, precision, prior)
                 others = others._replace(shared=others.shared.and_powers(of_shared, np.ones(1)))
-        piece = GroupPiece(model, rows, count, others, with_shared_prior=number == 0)
-        pieces.append((piece, EvaluatedGroups(some.groups, None)))
+        evaluations = GroupEvaluations(model.terms, model.chunks(rows), count, with_shared_prior=number == 0)
+        pieces.append((partial(_with_rest, evaluations, others), EvaluatedGroups(some.groups, None)))
     return pieces
+
+
+def _with_rest(sums_at: SumsAt, rest: Rest, mean: np.ndarray, root: np.ndarray, groups: Groups) -> GroupSums:
+    return rest.added_to(sums_at(mean, root, groups), mean, root, groups)
 
 
 def _prior_factor(model: BlockModel, mean: np.ndarray, root: np.ndarray) -> QuadraticFactors:

@@ -22,17 +22,15 @@ from ...engines.expectation_errors import warn_of
 from ...model.data.arguments import check_finite, check_row_shapes, finite_rows, row_shapes
 from ...model.data.rows import Data, Rows, num_rows, selected
 from ...model.identity import ModelIdentity
-from ...model.members import Members
 from ...options import Info, check_choice
 from ...streams.opening import BAD_ROW_POLICIES
 from ...user_warnings import warn
-from ..merging.summaries import distance
-from .blocks import FEWEST, BlockModel
+from ..merging.rounds import distance
 from .parts import LABELS, GroupModel, GroupStart, blocks_of_rows, initial_groups, numbered, start_from_some
 from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups
 from .rounds import Shared
 from .rows import new_rows
-from .solves import PieceInput, SharedState, solved
+from .solves import FEWEST, BlockModel, PieceInput, SharedState, solved
 from .store import GroupStore
 
 GROWTH = 1.5  # of the number of rows, after which all groups are solved for once more
@@ -112,17 +110,16 @@ class GroupStream:
         labels, rows = numbered(rows, index)
         block_model = self._program(rows, len(labels))
         block_model.engine.program.check_rows(rows, first)
-        rows = block_model.form.fitted(rows) | {index: rows[index]}
+        others, number = block_model.form.fitted(rows), rows[index]
         if self._start is None:
-            self._start = start_from_some(self._model, rows, len(labels))
+            self._start = start_from_some(self._model, others | {index: number}, len(labels))
         vectors, places = self._store.read(labels)
         earlier, kept = block_model.unpacked(vectors)
         groups = initial_groups(len(labels), self._start).groups
         if self._moments is not None:
             for mine, theirs in zip(groups, earlier.at(self._moments.shared.mean)):
                 mine[places] = theirs
-        others = {name: array for name, array in rows.items() if name != index}
-        new = new_rows(others, rows[index], np.random.default_rng(self.num_rows), index)
+        new = new_rows(others, number, np.random.default_rng(self.num_rows))
         try:
             self._solve(block_model, [labels], [lambda: PieceInput(groups, earlier, kept, places, new)])
         except ValueError as error:
@@ -183,7 +180,8 @@ class GroupStream:
 
         :param pieces: their labels. :param given: reads the input of each piece.
         """
-        start = self._moments.shared if self._moments is not None else self._first.shared
+        assert self._start is not None
+        start = self._start.shared if self._moments is None else self._moments.shared
         solution, num_kept = solved(block_model, self._moments, start, given), 0
         for labels, (groups, rows, variance) in zip(pieces, solution.kept):
             self._store.write(labels, block_model.packed(groups, rows))
@@ -212,11 +210,6 @@ class GroupStream:
             raise ValueError("the stream has taken in no rows yet: call update first.")
         return self._moments
 
-    @property
-    def _first(self) -> GroupStart:
-        assert self._start is not None
-        return self._start
-
     # ------------------------------------------------------------------ files
     def save(self) -> None:
         """Write the stream to its file, so that one with ``resume=True`` goes on from here. What was not saved when a
@@ -226,8 +219,8 @@ class GroupStream:
         """
         if not self._store.has_file:
             raise ValueError("the stream has no file: make it with stream_groups(..., file='users.db').")
-        (shared, prior, evidence), block_model, start = self._shared_state, self._block_model, self._first
-        assert block_model is not None
+        (shared, prior, evidence), block_model, start = self._shared_state, self._block_model, self._start
+        assert block_model is not None and start is not None
         self._store.save(
             {
                 "facts": self._options,
@@ -338,51 +331,7 @@ class GroupStream:
             order = np.argsort(np.array(labels))
             groups = block_model.unpacked(vectors[order])[0].at(shared.mean)
             write_groups(folder, number, index, np.array(labels)[order], names, groups, shared.root)
-        return GroupFiles(folder, index)
-
-    def contains(self, labels: np.ndarray, version: int) -> np.ndarray:
-        """Which groups had rows.
-
-        :raises ValueError: for labels of another kind, and if the stream has gone on.
-        """
-        self._check_version(version)
-        self._check_kind(labels)
-        is_known = np.zeros(len(labels), bool)
-        is_known[self._store.read(labels.tolist())[1]] = True
-        self._store.make_room()
-        return is_known
-
-    def read(self, labels: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of groups: means at the mean of the shared sites, slopes in these, and roots; see :class:`GroupSource`.
-
-        :raises ValueError: naming a label of which there were no rows, and if the stream has gone on.
-        """
-        self._check_version(version)
-        assert self._block_model is not None
-        self._check_kind(labels)
-        wanted, where = np.unique(labels, return_inverse=True)
-        vectors, places = self._store.read(wanted.tolist())
-        if len(places) < len(wanted):
-            missing = np.delete(wanted, places)[0]
-            raise ValueError(
-                f"the stream has had no rows of group {missing}: leave it out, take new_groups=1 for it, or call "
-                "update with some."
-            )
-        groups = self._block_model.unpacked(vectors)[0].at(self._shared_state.shared.mean)
-        given = conditionals(groups)
-        self._store.make_room()
-        return groups.mean[where], given.slope[where], given.root[where]
-
-    def _check_kind(self, labels: np.ndarray) -> None:
-        if (labels.dtype.kind == "U") != (self._kind == "strings"):
-            raise ValueError(f"labels of groups are {self._kind} in the stream, and {labels.dtype} here: convert them.")
-
-    def _check_version(self, version: int) -> None:
-        if version != self._version:
-            raise ValueError(
-                "the stream has taken in rows since this posterior was made: ask it for a new one with posterior(), or "
-                "keep groups in files with posterior(folder=...)."
-            )
+        return GroupFiles(folder, index, block_model.members)
 
 
 class _Streamed(NamedTuple):
@@ -392,7 +341,38 @@ class _Streamed(NamedTuple):
     version: int
 
     def contains(self, wanted: np.ndarray) -> np.ndarray:
-        return self.stream.contains(wanted, self.version)
+        is_known = np.zeros(len(wanted), bool)
+        is_known[self._read(wanted)[1]] = True
+        self.stream._store.make_room()
+        return is_known
 
-    def read(self, wanted: np.ndarray, members: Members) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self.stream.read(wanted, self.version)
+    def read(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        labels, where = np.unique(wanted, return_inverse=True)
+        vectors, places = self._read(labels)
+        if len(places) < len(labels):
+            raise ValueError(
+                f"the stream has had no rows of group {np.delete(labels, places)[0]}: leave it out, take new_groups=1 "
+                "for it, or call update with some."
+            )
+        assert self.stream._block_model is not None
+        groups = self.stream._block_model.unpacked(vectors)[0].at(self.stream._shared_state.shared.mean)
+        given = conditionals(groups)
+        self.stream._store.make_room()
+        return groups.mean[where], given.slope[where], given.root[where]
+
+    def _read(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The stored vectors of those groups that had rows, and their places among the labels.
+
+        :raises ValueError: for labels of another kind, and if the stream has gone on.
+        """
+        stream = self.stream
+        if self.version != stream._version:
+            raise ValueError(
+                "the stream has taken in rows since this posterior was made: ask it for a new one with posterior(), or "
+                "keep groups in files with posterior(folder=...)."
+            )
+        if (labels.dtype.kind == "U") != (stream._kind == "strings"):
+            raise ValueError(
+                f"labels of groups are {stream._kind} in the stream, and {labels.dtype} here: convert them."
+            )
+        return stream._store.read(labels.tolist())

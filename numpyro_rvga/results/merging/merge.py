@@ -25,8 +25,16 @@ from ...model.data.rows import Rows, equal
 from ...model.identity import model_identity
 from ...options import Info, Options, default_key
 from ..fitted import Fitted
-from .rounds import Result, checked_rounds, evaluations_of, in_rounds, rounds_info, warn_of_one_exchange
-from .summaries import merged_state
+from .rounds import (
+    NO_GAUSSIAN,
+    Result,
+    checked_rounds,
+    evaluations_of,
+    in_rounds,
+    merged_state,
+    rounds_info,
+    warn_of_one_exchange,
+)
 
 P = TypeVar("P", bound=Fitted)
 OF_LAST_SOLVE = Options("implicit", "auto", "auto", None, 200, 256)
@@ -65,14 +73,6 @@ def merge(cls: type[P], parts: Sequence[Fitted], data: Sequence[Any] | None = No
     :raises ValueError: naming the part: if its model, with its keyword arguments and learned parameters, or its
         family is not that of the others, if it has taken in rows that another part has, or cannot be merged.
     """
-    return cls(**_merged_fields(parts, data, rounds))
-
-
-def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: int | str) -> Info:
-    """The fields of the merged posterior.
-
-    :raises ValueError: as :func:`merge`.
-    """
     limit = checked_rounds(rounds)
     if not isinstance(parts, Sequence) or not all(isinstance(part, Fitted) for part in parts):
         raise ValueError("merge takes a list of posteriors: Posterior.merge([first, second]), or of loaded ones.")
@@ -86,15 +86,15 @@ def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: 
         _check_alike(first, part, number)
     _check_different(parts)
     states: list[Any] = [_state_of(part, n) if part.state is None else part.state for n, part in enumerate(parts)]
-    info = {"merged": len(parts)}
+    info: Info = {"merged": len(parts)}
     row_sets = tuple(run for part in parts for run in part.row_sets)
-    common = {"program": first.program, "continuation": first.continuation, "info": info, "row_sets": row_sets}
+    common: Info = {"program": first.program, "continuation": first.continuation, "info": info, "row_sets": row_sets}
     if isinstance(states[0], State):
         if data is not None and not (first.program.is_conjugate and limit is None):
             result = _in_rounds(parts, states, list(data), limit)
             info |= rounds_info(result, limit)
             state = result.state
-            return common | _fields(FullGaussian(state.mean, state.root), state, result.evaluation.bound)
+            return cls(**common | _fields(FullGaussian(state.mean, state.root), state, result.evaluation.bound))
         state = merged(first.program.initial_state, states)
         warn_of_one_exchange(first.program, [part.num_rows for part in parts], "pass data=, the rows of each part")
         if state.prior_factor is not None:
@@ -103,13 +103,13 @@ def _merged_fields(parts: Sequence[Fitted], data: Sequence[Any] | None, rounds: 
         bound = float(state.log_evidence) if has_bound else None
         if bound is None:
             info["log_evidence_estimate"] = float(state.log_evidence)
-        return common | _fields(FullGaussian(state.mean, state.root), state, bound)
+        return cls(**common | _fields(FullGaussian(state.mean, state.root), state, bound))
     if data is not None:
         raise ValueError("rounds are for posteriors of RVGA with full Gaussians: leave data out.")
     online = first.continuation.online_of(first.program, states[0].rng_key)
     state = merged(online.initial_state(states[0].rng_key), states)
     warn_of_one_exchange(first.program, [part.num_rows for part in parts], "use fewer and larger parts, or RVGA")
-    return common | _fields(online.with_exact_prior(state), state, None)
+    return cls(**common | _fields(online.with_exact_prior(state), state, None))
 
 
 def _in_rounds(parts: list[Fitted], states: list[State], blocks: list[Any], limit: int | None) -> Result:
@@ -144,7 +144,7 @@ def _in_rounds(parts: list[Fitted], states: list[State], blocks: list[Any], limi
 
     program = parts[0].program
     start, engine = program.initial_state, parts[0].continuation.engine_of(program)
-    return defined(in_rounds(start, states, evaluations_of(engine, start, sums, sample_of), limit))
+    return in_rounds(start, states, evaluations_of(engine, start, sums, sample_of), limit)
 
 
 def merged(start: Any, states: Sequence[Any]) -> Any:
@@ -154,12 +154,12 @@ def merged(start: Any, states: Sequence[Any]) -> Any:
     :raises ValueError: if there is no such Gaussian.
     """
     if isinstance(start, State):
-        return defined(merged_state(start, states))
+        return merged_state(start, states)
     if all(bool(state.has_exact_prior) and not bool(start.has_exact_prior) for state in states):
         raise ValueError("these states hold the prior's true terms already: merge those that runs return.")
     gaussian = _merged_family(start.gaussian, [state.gaussian for state in states])
     if not bool(gaussian.is_valid()):
-        raise ValueError(_indefinite())
+        raise ValueError(NO_GAUSSIAN)
     num_rows = Count.of(sum(int(state.num_rows) for state in states))
     num_blocks = sum(int(state.num_blocks) for state in states) % 2**31  # it makes keys of random numbers
     return start._replace(gaussian=gaussian, num_rows=num_rows, num_blocks=jnp.asarray(num_blocks, jnp.int32))
@@ -170,7 +170,7 @@ def _merged_family(start: Family, parts: Sequence[Any]) -> Family:
     if isinstance(start, BlockDiagonalGaussian | DiagonalGaussian | LowRankGaussian):
         return start.joined(list(parts))
     whole = lambda q: new_state(q.mean, q.root, None)  # noqa: E731
-    state = defined(merged_state(whole(start), [whole(q) for q in parts]))
+    state = merged_state(whole(start), [whole(q) for q in parts])
     return FullGaussian(state.mean, state.root)
 
 
@@ -275,17 +275,3 @@ def _state_of(part: Fitted, number: int) -> State:
 
 def _fields(gaussian: Family, state: Any, bound: float | None) -> Info:
     return {"gaussian": gaussian, "state": state, "elbo": bound, "num_rows": int(state.num_rows)}
-
-
-def defined(result: Any) -> Any:
-    """:raises ValueError: if there is none."""
-    if result is None:
-        raise ValueError(_indefinite())
-    return result
-
-
-def _indefinite() -> str:
-    return (
-        "the parts have no merged Gaussian: in some direction they are together wider than the prior, as likelihoods "
-        "that are not log-concave may leave them. Use fewer and larger parts."
-    )

@@ -11,30 +11,103 @@ far off. Rounds then begin at the posterior of a sample of all parts' rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from ...core.updates.state import CanonicalGaussian, Count, State
 from ...engines.certificate import BoundEvaluation, Certificate, SiteSums
 from ...engines.engine import Engine
-from ...engines.natural_steps import with_prior_factor, without_prior_factor
+from ...engines.natural_steps import joint_density, with_prior_factor, without_prior_factor
 from ...model import Program
 from ...model.data.rows import Rows, joined, pad
 from ...options import is_count
 from ...streams.block_plan import FIRST_BLOCK_NUMBERS
 from ...user_warnings import warn
-from .summaries import TOLERANCE, added, distance, row_factor, state_of, summary
 
+TOLERANCE = 0.01  # standard deviations that rounds may leave q off by
 MAX_ROUNDS = 20
 MAX_HALVINGS = 10
 MOST_TO_COME = 10.0  # moves of the size of the last one
 APART = 3.0  # standard deviations that parts would move by, as those sorted by outcome would
 FEWEST_ROWS, ROWS_PER_PARAMETER = 2000, 100  # of a sample
+NO_GAUSSIAN = (
+    "the parts have no merged Gaussian: in some direction they are together wider than the prior, as likelihoods "
+    "that are not log-concave may leave them. Use fewer and larger parts."
+)
 
 SampleOf = Callable[[Sequence[int], Sequence[int]], Sequence[Rows]]
 
 
+# ---------------------------------------------------------------------- Gaussian factors, in double precision
+def summary(after: State, before: State, origin: np.ndarray) -> CanonicalGaussian:
+    """The Gaussian factor of a run's rows: its q over its prior. Each state has its own approximation of prior terms
+    that are not Gaussian.
+
+    :param after: that it ended in. :param before: that it began with.
+    """
+    return without_prior_factor(after, origin).plus(without_prior_factor(before, origin), -1.0)
+
+
+def row_factor(state: State, sums: SiteSums, origin: np.ndarray) -> CanonicalGaussian:
+    """The Gaussian factor with the value, gradient and curvature of the rows' expected log-likelihood at q.
+
+    :param sums: over the rows, at the state.
+    """
+    mean = np.asarray(state.mean, np.float64) + np.asarray(state.mean_error, np.float64)
+    value, gradient, curvature = sums.values.sum(), sums.gradients.sum(axis=0), sums.curvatures.sum(axis=0)
+    root = np.asarray(state.root, np.float64)
+    return CanonicalGaussian.expected(value, gradient, curvature, mean, root).about(origin)
+
+
+def state_of(density: CanonicalGaussian, like: State, num_rows: int) -> State | None:
+    """The state whose joint density this is; None if there is no such Gaussian.
+
+    :param like: has the approximation of prior terms, and the types of arrays.
+    """
+    try:
+        lower = np.linalg.cholesky(density.precision)
+    except np.linalg.LinAlgError:
+        return None
+    inverse = np.linalg.inv(lower)
+    shift = inverse.T @ (inverse @ density.linear)
+    evidence = density.constant + 0.5 * density.linear @ shift + 0.5 * len(shift) * np.log(2 * np.pi)
+    evidence -= np.sum(np.log(np.diagonal(lower)))
+    return State(
+        jnp.asarray(density.center + shift, like.mean.dtype),
+        jnp.zeros_like(like.mean),
+        jnp.asarray(inverse.T, like.root.dtype),
+        jnp.asarray(evidence, like.log_evidence.dtype),
+        like.prior_factor,
+        Count.of(num_rows),
+    )
+
+
+def distance(one: Any, other: Any) -> float:
+    """The most by which a mean differs in the other's standard deviations, or a standard deviation in its logarithm.
+    Of Gaussians with a ``mean`` (P,) and a ``root`` (P, P) of the covariance."""
+    deviation, other_deviation = (np.linalg.norm(np.asarray(q.root, np.float64), axis=1) for q in (one, other))
+    shift = (np.asarray(one.mean, np.float64) - np.asarray(other.mean, np.float64)) / other_deviation
+    return float(max(np.abs(shift).max(), np.abs(np.log(deviation / other_deviation)).max()))
+
+
+def merged_state(start: State, states: Sequence[State]) -> State:
+    """The state of all rows, from those that runs from ``start`` on parts of them ended in.
+
+    :raises ValueError: if there is no such Gaussian.
+    """
+    origin = np.asarray(states[0].mean, np.float64)
+    summaries = (summary(state, start, origin) for state in states)
+    density = reduce(CanonicalGaussian.plus, summaries, joint_density(start, origin))
+    state = state_of(density, start, sum(int(state.num_rows) for state in states))
+    if state is None:
+        raise ValueError(NO_GAUSSIAN)
+    return state
+
+
+# ---------------------------------------------------------------------- rounds
 class Evaluations(NamedTuple):
     """The functions that steps call.
 
@@ -109,10 +182,12 @@ class _Steps:
         self._evaluations, self._origin, self._num_rows = evaluations, origin, num_rows
         self._start, self._base = start, without_prior_factor(start, origin)
 
-    def are_apart(self, states: Sequence[State], summaries: Sequence[CanonicalGaussian]) -> bool:
+    def are_apart(
+        self, states: Sequence[State], summaries: Sequence[CanonicalGaussian], product: CanonicalGaussian
+    ) -> bool:
         """Whether parts contradict each other: by how far each would move the merged mean, if it could alone. Their
         product may then lie far off."""
-        merged = self._state(self._start, added(summaries[0], summaries[1:]))
+        merged = self._state(self._start, product)
         if merged is None:
             return True
         shift = np.asarray(merged.mean, np.float64) - self._origin
@@ -167,21 +242,22 @@ class _Steps:
         return _Evaluated(state, evaluation, rows, target, ahead, move)
 
 
-def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, rounds: int | None) -> Result | None:
+def in_rounds(start: State, states: Sequence[State], evaluations: Evaluations, rounds: int | None) -> Result:
     """The best Gaussian of all parts.
 
     :param start: the prior. :param states: those that runs from it on each part ended in: the first round.
     :param rounds: how many; None: until q is off by less than ``TOLERANCE``.
-    :return: None if the parts have no Gaussian together.
+    :raises ValueError: if the parts have no Gaussian together.
     """
     origin, num_rows = np.asarray(states[0].mean, np.float64), sum(int(state.num_rows) for state in states)
     summaries = [summary(state, start, origin) for state in states]
+    product = reduce(CanonicalGaussian.plus, summaries)
     steps, current = _Steps(start, evaluations, origin, num_rows), None
-    if rounds != 1 and steps.are_apart(states, summaries):
+    if rounds != 1 and steps.are_apart(states, summaries, product):
         current = steps.from_sample([int(state.num_rows) for state in states])
-    current = steps.from_nothing(added(summaries[0], summaries[1:])) if current is None else current
+    current = steps.from_nothing(product) if current is None else current
     if current is None:
-        return None
+        raise ValueError(NO_GAUSSIAN)
     errors = [current.move]
     while len(errors) < (MAX_ROUNDS if rounds is None else rounds) and not (rounds is None and errors[-1] < TOLERANCE):
         step = steps.after(current)
