@@ -19,13 +19,13 @@ from .engines.engine import Engine
 from .engines.mean_field import MeanFieldState
 from .engines.online import OnlineState
 from .engines.registry import Engines
-from .families import online_method
+from .families import check_unused, online_method
 from .families.best import BestFamily
-from .families.by_site import SiteFamilies, check_unused
+from .families.by_site import SiteFamilies
 from .families.full import FullFamily
 from .group_streams import stream_groups
 from .model.data.row_set import RowSet
-from .model.data.rows import Arrays, Data, Keywords, Rows
+from .model.data.rows import Arrays, Data, Rows
 from .model.program import Program
 from .options import LOCAL, Info, Options, check_choice, default_key
 from .results.posterior import Posterior
@@ -35,7 +35,6 @@ from .streams.checkpoints import EVERY
 from .streams.opening import SHUFFLES, PassOptions, open_source, usable_again
 from .streams.source import RowSource
 
-Opened = tuple[Engine, RowSource]
 AnyState = State | OnlineState | MeanFieldState
 SCHEMES = ("implicit", "explicit", "ekf", "qkf", "laplace")
 
@@ -182,21 +181,14 @@ class RVGA:
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **reading)
         self.blocks.check_shared(self._engines.devices)
         certification = Certification(certify, max_looks, certificate_tolerance)
-        full = FullFamily(self._engines, self.blocks, certification, dynamics, shuffle, self)
+        full = FullFamily(self, self._engines, certification)
         self._family: Any = full  # or BestFamily, SiteFamilies or BONG, which have the same calls
         given = {"local": local != "auto", "mesh": mesh is not None}
         given["first_block or memory"] = self.blocks.keeps_or_begins
         if by_site or family == "auto":
-            check_unused(given | {"scheme": scheme != "implicit", "dynamics": dynamics is not None})
-            by_families = partial(
-                SiteFamilies,
-                model,
-                options=self.options,
-                block_size=block_size,
-                shuffle=shuffle,
-                improper_prior_scale=improper_prior_scale,
-                method=self,
-            )
+            unused = given | {"scheme": scheme != "implicit", "dynamics": dynamics is not None}
+            check_unused("families by site take", unused)
+            by_families = partial(SiteFamilies, self, block_size)
             self._family = by_families(family) if isinstance(family, Mapping) else BestFamily(full, by_families)
         elif family != "full":
             self._family = online_method(
@@ -351,38 +343,26 @@ class RVGA:
         seeks = self.options.scheme == "implicit" and self.options.has_bound
         return seeks and self.dynamics is None and isinstance(self._family, FullFamily)
 
-    def sums_at(
-        self,
-        state: State,
-        data: Data | Iterable,
-        *,
-        rng_key: Array | None = None,
-        on_bad_row: str = "raise",
-        **model_kwargs: Any,
-    ) -> tuple[SiteSums, RowSet]:
-        """Sums over the rows of their expected log-likelihoods and derivatives at a state, and which rows these are."""
-        engine, source = self._opened_again(data, rng_key, on_bad_row, model_kwargs)
+    def sums_at(self, state: State, data: Data | Iterable, **options: Any) -> tuple[SiteSums, RowSet]:
+        """Sums over the rows of their expected log-likelihoods and derivatives at a state, and which rows these are.
+
+        :param options: ``rng_key``, ``on_bad_row`` and the model's keywords, as for :meth:`run`.
+        """
+        engine, source = self._opened_again(data, **options)
         return sums_at(engine, state, source)
 
-    def sample_of(
-        self,
-        data: Data | Iterable,
-        total: int,
-        count: int,
-        *,
-        rng_key: Array | None = None,
-        on_bad_row: str = "raise",
-        **model_kwargs: Any,
-    ) -> Rows:
-        """A random sample of the ``total`` usable rows."""
-        _, source = self._opened_again(data, rng_key, on_bad_row, model_kwargs)
+    def sample_of(self, data: Data | Iterable, total: int, count: int, **options: Any) -> Rows:
+        """A random sample of the ``total`` usable rows; options as for :meth:`sums_at`."""
+        _, source = self._opened_again(data, **options)
         return sample_of(source, total, count)
 
-    def _opened_again(self, data: Any, rng_key: Array | None, on_bad_row: str, model_kwargs: Keywords) -> Opened:
+    def _opened_again(
+        self, data: Any, rng_key: Array | None = None, on_bad_row: str = "raise", **model_kwargs: Any
+    ) -> tuple[Engine, RowSource]:
         """The rows that an earlier run took in, and their engine."""
         options = PassOptions(on_bad_row=on_bad_row)
         source, head, _ = open_source(data, self.model, model_kwargs, options)
-        engine = self._engines.get(head, dict(model_kwargs), default_key() if rng_key is None else rng_key)
+        engine = self._engines.get(head, model_kwargs, default_key() if rng_key is None else rng_key)
         if options.skips and source.takes_any_order:
             source = usable_again(engine.program, source)
         return engine, source

@@ -10,6 +10,16 @@ from ..core.expectations.by_nodes import Expectation
 from ..engines.combinations import DIAGONALS
 
 
+def check_unused(families: str, unused: Mapping[str, bool]) -> None:
+    """:raises ValueError: naming an option that is given, and not taken with these families.
+
+    :param unused: such options, and whether they are given.
+    """
+    for name, is_given in unused.items():
+        if is_given:
+            raise ValueError(f"{families} a plain pass over the rows: leave {name} at its default.")
+
+
 def online_method(
     model: Callable,
     scheme: str,
@@ -26,9 +36,7 @@ def online_method(
     """
     if scheme not in ("implicit", "explicit"):
         raise ValueError(f"family={family!r} takes scheme='implicit' or 'explicit', not {scheme!r}.")
-    for name, is_given in unused.items():
-        if is_given:
-            raise ValueError(f"family={family!r} takes a plain pass over the rows: leave {name} at its default.")
+    check_unused(f"family={family!r} takes", unused)
     projects = scheme == "explicit" and family in DIAGONALS
     return BONG(
         model,

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from jax import Array
 
 from ..core.gaussians.mean_field import MeanField
-from ..model.data.rows import Arrays, Data
+from ..model.data.rows import Data
 from ..model.site_families import own_families
 from ..results.posterior import Posterior
 from .by_site import SiteFamilies
@@ -42,42 +41,29 @@ class BestFamily:
         return self._last.state
 
     def run(
-        self,
-        data: Data | Iterable,
-        *,
-        init: Any,
-        checkpoint: str | os.PathLike | None,
-        every: int,
-        resume: bool,
-        **passed: Any,
+        self, data: Data | Iterable, *, init: Any, checkpoint: str | os.PathLike | None, **passed: Any
     ) -> Posterior:
         """As :meth:`RVGA.run`. After a posterior, with its families.
 
         :raises ValueError: for a stream without such a posterior: it has no bounds to compare.
         """
-        passed |= {"checkpoint": checkpoint, "every": every, "resume": resume}
+        passed["checkpoint"] = checkpoint
         if isinstance(init, Posterior):
             of_init = init.info["families"] if isinstance(init.gaussian, MeanField) else {}
             self._last = self._of(of_init)
             return self._last.run(data, init=init, **passed)
         if init is not None or checkpoint is not None or not isinstance(data, (Mapping, tuple)):
-            _refuse()
+            self._refuse()
         return self._best(lambda families: self._of(families).run(data, init=None, **passed))
 
-    def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> NoReturn:
-        """As :meth:`RVGA.init`, which needs to know the family.
+    def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
+        """:raises ValueError: with advice."""
+        raise ValueError(
+            "family='auto' compares bounds, which a stream does not have: pass all rows as arrays to run, or name the "
+            "families, as in family={'rate': 'gamma'}."
+        )
 
-        :raises ValueError: always.
-        """
-        _refuse()
-
-    def update(self, state: Any, data: Arrays) -> NoReturn:
-        """:raises ValueError: always."""
-        _refuse()
-
-    def posterior(self, state: Any) -> NoReturn:
-        """:raises ValueError: always."""
-        _refuse()
+    init = update = posterior = _refuse
 
     # ------------------------------------------------------------------ inside
     def _of(self, families: Families) -> FullFamily | SiteFamilies:
@@ -139,11 +125,3 @@ class _Attempt(NamedTuple):
     @property
     def name(self) -> str:
         return ", ".join(f"{name}: {family}" for name, family in self.families.items())
-
-
-def _refuse() -> NoReturn:
-    """:raises ValueError: with advice."""
-    raise ValueError(
-        "family='auto' compares bounds, which a stream does not have: pass all rows as arrays to run, or name the "
-        "families, as in family={'rate': 'gamma'}."
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..model.handlers.conditional import conditional_model
 from ..model.handlers.failures import of_stream
 from ..model.program import Program
 from ..model.site_families import FORMS, SiteEntries, site_entries
-from ..options import Info, Options, check_choice, default_key, key_numbers
+from ..options import Info, check_choice, default_key, key_numbers
 from ..progress import progress
 from ..results.merging.merge import state_of_gaussian
 from ..results.posterior import Posterior
@@ -34,42 +34,22 @@ EXAMPLE_ROWS = 1024  # by which it is determined how many entries one depends on
 STREAM_ROWS = 2048  # of a block, if the number of rows is unknown
 
 
-def check_unused(unused: Mapping[str, bool]) -> None:
-    """:raises ValueError: naming an option that is given, and not taken by families by site.
-
-    :param unused: such options, and whether they are given.
-    """
-    for name, is_given in unused.items():
-        if is_given:
-            raise ValueError(f"families by site take a plain pass over the rows: leave {name} at its default.")
-
-
 class SiteFamilies:
     """:class:`RVGA` where ``family`` names sites: it has the same methods.
 
+    :param method: that, with which posteriors go on. :param block_size: rows in one update; "auto": as many as fit.
     :param families: one of ``FORMS`` by site.
-    :param block_size: rows in one update; "auto": as many as fit.
     :raises ValueError: naming a family that there is not.
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        families: Mapping[str, str],
-        options: Options,
-        *,
-        block_size: int | str,
-        shuffle: bool | str,
-        improper_prior_scale: float | None,
-        method: Any,
-    ):
+    def __init__(self, method: Any, block_size: int | str, families: Mapping[str, str]):
         if not families:
             raise ValueError("family names no site: leave it at 'full'.")
         for name, family in families.items():
             check_choice(f"family of {name!r}", family, tuple(FORMS))
-        self.model, self.families, self.options = model, dict(families), options
-        self.block_size, self.shuffle, self._scale, self._method = block_size, shuffle, improper_prior_scale, method
-        self._engines = Engines(model, options, improper_prior_scale)
+        self.model, self.options, self.shuffle, self._method = method.model, method.options, method.shuffle, method
+        self.families, self.block_size = dict(families), block_size
+        self._engines = Engines(self.model, self.options, method.improper_prior_scale)
         self._conditional: dict[tuple, Engines] = {}
         self._given: tuple[Program, SiteEntries] | None = None
         self._last: tuple[Program, MeanFieldUpdates] | None = None
@@ -167,7 +147,7 @@ class SiteFamilies:
             if key not in self._conditional:
                 starts = {name: np.zeros(shape) for name, shape in given.sites.items()}
                 model = conditional_model(self.model, starts, has_prior=False)
-                self._conditional[key] = Engines(model, self.options, self._scale, batch=True)
+                self._conditional[key] = Engines(model, self.options, self._method.improper_prior_scale, batch=True)
             engine = self._conditional[key].get(rows, dict(model_kwargs), rng_key, all_rows)
         except Exception as error:
             raise of_stream(error) from error

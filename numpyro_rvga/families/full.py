@@ -13,7 +13,7 @@ from jax import Array
 
 from ..core.gaussians import FullGaussian
 from ..core.updates.state import State
-from ..dynamics import Dynamics, dynamics_info
+from ..dynamics import dynamics_info
 from ..engines.batch import BatchSolver, Fit, rows_info
 from ..engines.engine import Engine
 from ..engines.expectation_errors import expectation_errors, has_finite_bound, warn_of
@@ -32,7 +32,7 @@ from ..results.joint import joint_posterior
 from ..results.merging.merge import state_of_gaussian
 from ..results.posterior import Posterior
 from ..results.rounding import warn_of_lost_digits
-from ..streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, BlockPlan, Sizes
+from ..streams.block_plan import FIRST_BLOCK_NUMBERS, RECURSIONS, Sizes
 from ..streams.certification import Certification, warn_unless_converged
 from ..streams.opening import PassOptions, open_source, ordered, usable_source
 from ..streams.recursive_pass import FEW_NUMBERS, SAMPLE_NUMBERS, RecursivePass, RunSummary
@@ -54,20 +54,13 @@ class _Repeat(NamedTuple):
 class FullFamily:
     """:class:`RVGA` with ``family="full"``: it has the same methods.
 
-    :param engines: of the model. :param method: which posteriors go on with.
+    :param method: that, with which posteriors go on. :param engines: of its model.
     """
 
-    def __init__(
-        self,
-        engines: Engines,
-        blocks: BlockPlan,
-        certification: Certification,
-        dynamics: Dynamics | None,
-        shuffle: bool | str,
-        method: Any,
-    ):
-        self.model, self.options, self.blocks, self.dynamics = engines.model, blocks.options, blocks, dynamics
-        self.certification, self._engines, self._shuffle, self._method = certification, engines, shuffle, method
+    def __init__(self, method: Any, engines: Engines, certification: Certification):
+        self.model, self.options, self.blocks = engines.model, method.options, method.blocks
+        self.dynamics = method.dynamics
+        self._method, self._engines, self.certification, self._shuffle = method, engines, certification, method.shuffle
         self._solver = BatchSolver(self.options, "incremental", "RVGA")
         self.state: State | None = None
 
@@ -216,7 +209,7 @@ class FullFamily:
             "rng_key": key_numbers(rng_key),
         }
         blocks = {"first block": sizes.first, "block": sizes.block, "memory": sizes.memory}
-        return method | self.blocks.options.as_info | blocks | {"certify": self.certification.certify}
+        return method | self.options.as_info | blocks | {"certify": self.certification.certify}
 
     # ------------------------------------------------------------------ functional form
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
