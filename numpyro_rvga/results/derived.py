@@ -52,28 +52,14 @@ def _small(sizes: dict[str, int]) -> list[str]:
     return chosen
 
 
-def standardized(sites: dict[Any, Array], weights_of_q: np.ndarray) -> tuple[np.ndarray, dict[Any, np.ndarray]]:
-    """As :func:`normal_scores`, in standard deviations of q from its mean, with the tails that the sites have."""
-    return _scored(sites, weights_of_q, _in_deviations)
-
-
-def _in_deviations(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    off = values - weights @ values
-    deviation = np.sqrt(weights @ off**2)
-    return np.where(deviation > 0, off / np.where(deviation > 0, deviation, 1.0), 0.0)
-
-
-def normal_scores(sites: dict[str, Array], weights_of_q: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def scored(
+    sites: dict[Any, Array], weights_of_q: np.ndarray, scores_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, dict[Any, np.ndarray]]:
     """Scores (n, D) of sites at draws, and each site's columns. Sites that are not finite somewhere are left out.
 
     :param sites: by name, (n, ...). :param weights_of_q: with which these are draws of q, (n,), of sum one.
+    :param scores_of: :func:`normal_scores` or :func:`in_deviations`.
     """
-    return _scored(sites, weights_of_q, _normal_scores)
-
-
-def _scored(
-    sites: dict[Any, Array], weights_of_q: np.ndarray, scores_of: Callable[[np.ndarray, np.ndarray], np.ndarray]
-) -> tuple[np.ndarray, dict[Any, np.ndarray]]:
     columns, indices, count = [np.zeros((len(weights_of_q), 0))], {}, 0
     for name, values in jax.device_get(sites).items():
         numbers = np.reshape(values, (len(weights_of_q), -1)).astype(np.float64)
@@ -85,7 +71,14 @@ def _scored(
     return np.concatenate(columns, axis=1), indices
 
 
-def _normal_scores(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def in_deviations(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Values (n, D) in standard deviations of q from its mean, with the tails that they have."""
+    off = values - weights @ values
+    deviation = np.sqrt(weights @ off**2)
+    return np.where(deviation > 0, off / np.where(deviation > 0, deviation, 1.0), 0.0)
+
+
+def normal_scores(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Phi^-1 of the distribution function at values (n, D), in the middle of each one's own weight; zero for what does
     not vary."""
     order = np.argsort(values, axis=0, kind="stable")

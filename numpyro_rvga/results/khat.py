@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,15 +30,15 @@ from ..engines.rounding_errors import NOTICEABLE as NOTICEABLE_ERROR
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
 from ..options import key_numbers
-from .derived import normal_scores, standardized
+from .derived import in_deviations, normal_scores, scored
 from .fitted import Fitted
-from .integral_errors import integral_error
 from .integration import MOST_PARAMETERS
 from .log_joint import (
     all_rows,
     are_equal,
     draws_with_density,
     impossible_if_undefined,
+    integral_error,
     is_density,
     is_of_points,
 )
@@ -105,7 +104,7 @@ class Evidence(NamedTuple):
     moves: dict[str, float]
     errors: dict[str, float]
     left: str = ""
-    sure_of_values: Mapping[str, float] = MappingProxyType({})
+    sure_of_values: Mapping[str, float] = {}
 
 
 def khat(
@@ -214,7 +213,8 @@ def _weighed(posterior: Fitted, rng_key: Array, num_samples: int, rows: Arrays) 
     weights_of_q, indices = _normalized(-log_mixture), dict(posterior.program.layout.indices)
     deterministic, constrained = posterior.judged_sites(theta)
     itself = {(name,): values for name, values in constrained.items()}
-    for scores, of_scores in (normal_scores(deterministic, weights_of_q), standardized(itself, weights_of_q)):
+    for sites, scores_of in ((deterministic, normal_scores), (itself, in_deviations)):
+        scores, of_scores = scored(sites, weights_of_q, scores_of)
         indices |= {name: z.shape[1] + columns for name, columns in of_scores.items()}
         z = np.concatenate([z, scores], axis=1)
     log_ratios = posterior.log_densities.joint(theta, rows) - log_q

@@ -1,4 +1,5 @@
-"""What a log joint density is compared with: all rows of a posterior, and draws from it with their density."""
+"""What a log joint density is compared with: all rows of a posterior, draws from it with their density, and finer
+integrals."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from ..core.compilation import jit
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots, root_of
 from ..model import Program
-from ..model.data.rows import Arrays, Data
+from ..model.data.rows import Arrays, Data, linspace_indices, num_rows, selected
 from ..model.handlers.tracing import run_model
 from .fitted import Fitted
 
 MOST_UNDEFINED = 0.01  # of draws, where the log joint may be NaN: NUTS takes such points for impossible too
+INTEGRAL_DRAWS, INTEGRAL_ROWS = 8, 256  # of :func:`integral_error`
 
 
 def rows_with_outcome(program: Program, data: Data) -> dict[str, Any]:
@@ -108,9 +110,38 @@ def draws_with_density(posterior: Fitted, rng_key: Array, count: int) -> tuple[A
             root = root_of(gaussian.roots, k)  # h has the same part of all determinants
             return gaussian.means[k] + root.times(z), -0.5 * z @ z - root.log_determinant()
 
-        return jax.lax.map(one, (chosen, noise), batch_size=64)
+        return lax.map(one, (chosen, noise), batch_size=64)
 
     at, log_density = at_points(gaussian, chosen, noise)
     theta = np.array(at)
     theta[:, indices] = np.asarray(integration["points"])[chosen]
     return jnp.asarray(theta), np.asarray(integration["bounds"])[chosen] + np.asarray(log_density, np.float64)
+
+
+def integral_error(posterior: Fitted, rows: Arrays) -> float:
+    """The standard deviation among draws from q of the error of the log likelihood, in nats: by so much q may be off.
+
+    Importance ratios do not see it, since they are of the same integrals. Zero for models without such integrals.
+    """
+    program = posterior.program
+    pairs = [(terms._replace(density=terms.finer), terms) for terms in program.terms if terms.finer is not None]
+    if not pairs:
+        return 0.0
+    inputs, scale = program.inputs(rows), 1.0
+    if not program.whole:
+        count, inputs = num_rows(inputs), selected(inputs, linspace_indices(num_rows(inputs), INTEGRAL_ROWS))
+        scale = count / num_rows(inputs)
+
+    @jit
+    def errors(theta: Array, inputs: Arrays) -> Array:
+        def at(theta: Array) -> Array:
+            differences = [
+                jnp.sum(finer.log_probs(theta, inputs) - usual.log_probs(theta, inputs)) for finer, usual in pairs
+            ]
+            return jnp.sum(jnp.stack(differences))
+
+        return lax.map(at, theta)
+
+    theta = posterior.sample_unconstrained(jax.random.key(1), (INTEGRAL_DRAWS,))
+    found = scale * np.asarray(errors(theta, {**inputs, **program.shared}), np.float64)
+    return float(np.std(found[np.isfinite(found)], ddof=1)) if np.isfinite(found).sum() > 1 else np.inf

@@ -12,7 +12,7 @@ from numpyro_rvga import RVGA
 from numpyro_rvga.core.expectations.local_integrals import finer_log_integral, log_integral, place_nodes
 from numpyro_rvga.engines.rounding_errors import NOTICEABLE
 from numpyro_rvga.results import khat as khat_module
-from numpyro_rvga.results.integral_errors import integral_error
+from numpyro_rvga.results.log_joint import integral_error
 
 DATA = {"y": np.array([-2.5, -0.3, 0.4, 0.9, 1.6, 3.1])}
 
