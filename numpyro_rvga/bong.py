@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
 from .core.expectations.by_nodes import Expectation
@@ -23,7 +22,7 @@ from .engines.registry import Engines
 from .initialization import warn_of_rest
 from .model.data.arguments import checked_rows
 from .model.data.row_set import RowSet, row_set
-from .model.data.rows import Arrays, Data, num_rows
+from .model.data.rows import Arrays, Data, num_rows, pad
 from .model.program import Program
 from .options import Info, Options, check_choice, check_choice_or_own, check_count, default_key, described, key_numbers
 from .presets import PRESETS
@@ -329,11 +328,7 @@ class BONG:
         """
         online = self.online
         arrays = online.engine.program.rows_to_absorb(data)
-        length = num_rows(arrays)
-        size = -(-length // self.block_size) * self.block_size
-        row_pass = jnp.minimum(jnp.arange(size), length - 1)
-        weights = (jnp.arange(size) < length).astype(jnp.float32)
-        rows = {name: array[row_pass] for name, array in arrays.items()}
+        rows, weights = pad(arrays, -(-num_rows(arrays) // self.block_size) * self.block_size)
         return online.stream(state, rows, weights, online.rate(self.rule), block_size=self.block_size)[0]
 
     def posterior(self, state: OnlineState) -> Posterior:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
-
-NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Preset(NamedTuple):
@@ -16,7 +13,7 @@ class Preset(NamedTuple):
     """
 
     options: dict[str, Any]
-    defaults: Mapping[str, Any] = NONE
+    defaults: Mapping[str, Any] = {}
 
 
 PRESETS = {

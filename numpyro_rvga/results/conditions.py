@@ -202,8 +202,11 @@ def _checked_axis(name: str, values: ArrayLike | None) -> np.ndarray | None:
 
 # ---------------------------------------------------------------------- figure
 def _plot(site: SiteConditions, name: str, ax: Axes | None) -> Axes:
-    plt, colors, patches = _import_matplotlib()
-    ax = plt.subplots()[1] if ax is None else ax
+    try:
+        from matplotlib import colors, patches, pyplot
+    except ImportError as error:
+        raise ImportError("plot() needs Matplotlib: pip install 'numpyro_rvga[examples]'.") from error
+    ax = pyplot.subplots()[1] if ax is None else ax
     rises, falls = ((sign * np.asarray(site.grid.direction) > 0).any(axis=0) for sign in (1, -1))
     kinds = {"constant": "#eeeeee", "increasing": "#e69f00", "decreasing": "#56b4e9", "differs by row": "#999999"}
     means, variances = site.grid.means[:, 0], site.grid.variances
@@ -211,7 +214,7 @@ def _plot(site: SiteConditions, name: str, ax: Axes | None) -> Axes:
     areas = (rises + 2 * falls).T
     edges = _edges(means), np.exp(_edges(np.log(variances)))
     ax.pcolormesh(*edges, areas, cmap=palette, vmin=-0.5, vmax=3.5, rasterized=True)
-    handles = [
+    handles: list[Any] = [
         patches.Patch(color=color, label=label) for i, (label, color) in enumerate(kinds.items()) if np.any(areas == i)
     ]
     if site.posterior is not None:
@@ -228,11 +231,3 @@ def _edges(points: np.ndarray) -> np.ndarray:
         return points[0] + np.array([-0.5, 0.5])
     middles = (points[1:] + points[:-1]) / 2
     return np.concatenate([[2 * points[0] - middles[0]], middles, [2 * points[-1] - middles[-1]]])
-
-
-def _import_matplotlib():
-    try:
-        from matplotlib import colors, patches, pyplot
-    except ImportError as error:
-        raise ImportError("plot() needs Matplotlib: pip install 'numpyro_rvga[examples]'.") from error
-    return pyplot, colors, patches

@@ -108,8 +108,10 @@ class Fitted:
         :param rng_key: random key.
         :param sample_shape: leading shape of the draws.
         :return: shape ``(*sample_shape, P)``.
+        :raises ValueError: for a number in place of a shape.
         """
-        check_shape(sample_shape)
+        if not isinstance(sample_shape, (tuple, list)):
+            raise ValueError(f"sample_shape must be a tuple, not {sample_shape!r}: for one axis, ({sample_shape},).")
         return _drawn(self.gaussian, rng_key, shape=tuple(sample_shape))
 
     def constrain(self, theta: Array, rows: Mapping[str, ArrayLike] | None = None) -> dict[str, Array]:
@@ -300,9 +302,3 @@ def _explained(quantiles: np.ndarray, draws: np.ndarray, levels: np.ndarray) -> 
     if np.all(np.abs(below - expected) <= SURE * np.sqrt(expected * (1 - expected) / len(draws))):
         return quantiles
     return np.quantile(draws.astype(quantiles.dtype), levels, axis=0)
-
-
-def check_shape(sample_shape: tuple[int, ...]) -> None:
-    """:raises ValueError: for a number in place of a shape."""
-    if not isinstance(sample_shape, (tuple, list)):
-        raise ValueError(f"sample_shape must be a tuple, not {sample_shape!r}: for one axis, ({sample_shape},).")

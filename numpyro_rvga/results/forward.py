@@ -21,8 +21,7 @@ class ForwardRuns:
 
     def __init__(self, program: Program):
         self._program = program
-        self._given_rows = Compiled(self._drawn, ("names",))
-        self._own_rows = Compiled(self._drawn_of_own, ("names", "arrays"))
+        self._compiled = Compiled(self._drawn, ("names", "own_arrays"))
 
     def __call__(self, rng_key: Array, latents: dict[str, Array], rows: Arrays, names: set[str]) -> dict[str, Array]:
         """Draws of the sites ``names``, each of shape (n, *site_shape).
@@ -30,25 +29,25 @@ class ForwardRuns:
         :param latents: values of the latent sites, each of shape (n, *site_shape).
         :param rows: any; of a program of all data its own, or some of their arrays.
         """
-        chosen = tuple(sorted(names))
-        if self._program.whole:
-            return self._own_rows(rng_key, latents, names=chosen, arrays=tuple(sorted(rows)))
-        return self._given_rows(rng_key, latents, dict(rows), names=chosen)
+        own = tuple(sorted(rows)) if self._program.whole else ()
+        given = {} if self._program.whole else dict(rows)
+        return self._compiled(rng_key, latents, given, names=tuple(sorted(names)), own_arrays=own)
 
     def _drawn(
-        self, rng_key: Array, latents: dict[str, Array], rows: Arrays, *, names: tuple[str, ...]
+        self,
+        rng_key: Array,
+        latents: dict[str, Array],
+        rows: dict[str, Array],
+        *,
+        names: tuple[str, ...],
+        own_arrays: tuple[str, ...],
     ) -> dict[str, Array]:
+        """:param own_arrays: of the program's own rows, whose values the model may read."""
+        rows = rows | {name: self._program.example_rows[name] for name in own_arrays}
         model = Unconditioned(self._program.runner(num_rows(rows)))
         arguments, keywords = self._program.call_arguments(rows)
         with self._program.evaluating():
             return Predictive(model, latents, return_sites=list(names))(rng_key, *arguments, **keywords)
-
-    def _drawn_of_own(
-        self, rng_key: Array, latents: dict[str, Array], *, names: tuple[str, ...], arrays: tuple[str, ...]
-    ) -> dict[str, Array]:
-        """The same of the program's own rows, whose values the model may read."""
-        rows = {name: self._program.example_rows[name] for name in arrays}
-        return self._drawn(rng_key, latents, rows, names=names)
 
 
 class Unconditioned(handlers.uncondition):

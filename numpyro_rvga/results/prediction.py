@@ -165,29 +165,25 @@ def at_draws(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array) -> d
     return _forward(posterior, rng_key, rows, theta, predicted)
 
 
-def local_latents(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array) -> dict[str, Array]:
-    """Draw the rows' own latent variables at given parameters: the arguments are those of :func:`at_draws`."""
-    program = posterior.program
-    if not program.local_names:
-        return {}
-    if program.row_latents is not None:
-        given = {name: jnp.asarray(array) for name, array in rows_with_outcome(program, rows).items()}
-        keys = jax.random.split(rng_key, len(theta))
-        return jit(partial(jax.lax.map, lambda at: draw_row_latents(program, *at, given)))((keys, theta))
-    return _forward(posterior, rng_key, rows, theta, set(program.local_names))
-
-
 def given_local_latents(
     posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array, names: Collection[str]
 ) -> dict[str, Array]:
-    """The rows' own latent variables as :func:`local_latents` draws them, and sites of the rows given these. Nothing
-    where rows have none.
+    """The rows' own latent variables, and sites of the rows given these, at unconstrained parameters. Nothing where
+    rows have none.
 
     :param names: of the sites.
     """
+    program = posterior.program
+    if not program.local_names:
+        return {}
     local_key, site_key = jax.random.split(rng_key)
-    local = local_latents(posterior, local_key, rows, theta)
-    return local | _forward(posterior, site_key, rows, theta, set(names), local) if local else {}
+    if program.row_latents is not None:
+        given = {name: jnp.asarray(array) for name, array in rows_with_outcome(program, rows).items()}
+        keys = jax.random.split(local_key, len(theta))
+        local = jit(partial(jax.lax.map, lambda at: draw_row_latents(program, *at, given)))((keys, theta))
+    else:
+        local = _forward(posterior, local_key, rows, theta, set(program.local_names))
+    return local | _forward(posterior, site_key, rows, theta, set(names), local)
 
 
 def _forward(

@@ -75,7 +75,7 @@ def save(posterior: Fitted, path: str | os.PathLike) -> None:
         "params": program.params.values,
         "row_sets": [[run.num_rows, f"{run.digest:016x}"] for run in posterior.row_sets],
         "model": program.identity._asdict(),
-        "prior_constants": None if program.constants is None else _stored_constants(program.constants),
+        "prior_constants": None if program.constants is None else program.constants._asdict(),
         "row_facts": None if program.row_facts is None else program.row_facts._asdict(),
     }
     metadata = {
@@ -165,16 +165,12 @@ def _read(path: str | os.PathLike) -> Info:
 
 def _gaussian(family: str, fields: Info) -> Any:
     """A Gaussian of a family by its name."""
-    kind = STORED_FAMILIES[family]
-    return MeanField.from_fields(fields) if kind is MeanField else kind(**_with_roots(fields))
-
-
-def _with_roots(fields: Info) -> Info:
-    """The arrays of a Gaussian, or of a mixture whose roots may be packed."""
-    if not isinstance(fields.get("roots"), dict):
-        return fields
-    roots = fields["roots"]
-    return fields | {"roots": PackedRoots(**roots | {"packing": _packing(roots["packing"])})}
+    kind, roots = STORED_FAMILIES[family], fields.get("roots")
+    if kind is MeanField:
+        return MeanField.from_fields(fields)
+    if isinstance(roots, dict):  # of a mixture, packed
+        fields = fields | {"roots": PackedRoots(**roots | {"packing": _packing(roots["packing"])})}
+    return kind(**fields)
 
 
 def _packing(fields: Info) -> Packing | ChainPacking:
@@ -196,10 +192,6 @@ def _state(stored: Info | None) -> State | None:
         return None
     made: Info = {"prior_factor": CanonicalGaussian(**stored["prior_factor"]), "num_rows": Count.of(stored["num_rows"])}
     return jax.tree.map(jnp.asarray, State(**stored | made))
-
-
-def _stored_constants(constants: PriorConstants) -> dict:
-    return {"num_rows": constants.num_rows, "arrays": [list(arrays) for arrays in constants.arrays]}
 
 
 def _constants(stored: Info | None) -> PriorConstants | None:
