@@ -22,6 +22,7 @@ from numpyro.primitives import Messenger
 from ..core.compilation import at_once
 from ..core.jaxprs.interpret import interpret, is_inlined
 from ..core.jaxprs.primitives import equations_of
+from .handlers.stable_densities import with_base
 from .program import Program
 
 PROBE = 0.5  # the value, and minus the value, at which the density is evaluated
@@ -62,17 +63,7 @@ class _OnPositiveHalf(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "sample" and msg["name"] in self._sites:
-            msg["fn"] = _positive_half(msg["fn"])
-
-
-def _positive_half(fn: dist.Distribution) -> dist.Distribution:
-    if isinstance(fn, dist.Independent):
-        return _positive_half(fn.base_dist).to_event(fn.reinterpreted_batch_ndims)
-    if isinstance(fn, dist.MaskedDistribution):
-        return _positive_half(fn.base_dist).mask(jnp.asarray(fn._mask))
-    if isinstance(fn, dist.ExpandedDistribution):
-        return _positive_half(fn.base_dist).expand(fn.batch_shape)
-    return PositiveHalf(fn)
+            msg["fn"] = with_base(msg["fn"], PositiveHalf)
 
 
 def read_on_positive_half(model: Callable, read: Callable[[Callable], Program]) -> tuple[Program, tuple[str, ...]]:

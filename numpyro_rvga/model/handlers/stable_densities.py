@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,15 +42,24 @@ class StableOrderedLogistic(dist.OrderedLogistic):
 STABLE: dict[type, type] = {dist.OrderedLogistic: StableOrderedLogistic}
 
 
+def with_base(fn: dist.Distribution, change: Callable[[dist.Distribution], dist.Distribution]) -> dist.Distribution:
+    """A distribution with what is inside its masks, expansions and events changed."""
+    if not isinstance(fn, (dist.Independent, dist.ExpandedDistribution, dist.MaskedDistribution)):
+        return change(fn)
+    base = with_base(fn.base_dist, change)
+    if base is not fn.base_dist:
+        fn = copy.copy(fn)
+        fn.base_dist = base
+    return fn
+
+
 def with_stable_density(fn: dist.Distribution) -> dist.Distribution:
     """The same distribution, with a log density that does not underflow; also inside masks, expansions and events."""
-    if type(fn) in STABLE:
-        stable = copy.copy(fn)
-        stable.__class__ = STABLE[type(fn)]
-        return stable
-    if isinstance(fn, (dist.Independent, dist.ExpandedDistribution, dist.MaskedDistribution)):
-        base = with_stable_density(fn.base_dist)
-        if base is not fn.base_dist:
-            fn = copy.copy(fn)
-            fn.base_dist = base
-    return fn
+
+    def stable(base: dist.Distribution) -> dist.Distribution:
+        if type(base) in STABLE:
+            base = copy.copy(base)
+            base.__class__ = STABLE[type(base)]
+        return base
+
+    return with_base(fn, stable)
