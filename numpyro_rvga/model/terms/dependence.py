@@ -33,12 +33,11 @@ def dependence(terms: Terms, local: LocalSites, size: int, dtype: jnp.dtype) -> 
     :param size: P.
     """
     trials = _Trials(terms, local, size, dtype)
-    slopes, changes = trials.slopes(), trials.changes(*trials.point())
-    for _ in range(POINTS - 1):
-        changes |= trials.changes(*trials.point())
+    slopes = trials.slopes()
+    changes = np.any([trials.changes(*trials.point()) for _ in range(POINTS)], axis=0)
     while len(local.entries) > 1 and (missed := trials.missed(changes)) is not None:
         term, changed, point = missed
-        changes |= trials.changes(*point)
+        changes |= np.asarray(trials.changes(*point))
         if not (changes[term] & changed).any():  # several together
             changes[term] |= changed
     return np.concatenate([slopes, changes], axis=1)
@@ -67,7 +66,7 @@ class _Trials:
         self._local, self._size, self._dtype = local, size, dtype
         self._rng = np.random.default_rng(0)
         self._terms = terms
-        self._changes, self._differ = jit_once(self._all_changes), jit_once(self._differences)
+        self.changes, self._differ = jit_once(self._changes), jit_once(self._differences)
         self.num_continuous = local.continuous.size
         self._num_states = np.array([len(local.states[name]) for name, _ in local.entries], int)
 
@@ -89,10 +88,6 @@ class _Trials:
         of_points = jit_once(lambda: lax.map(lambda at: of_point(*at), (jnp.asarray(thetas), jnp.asarray(states))))()
         return np.any(np.asarray(of_points), axis=0)
 
-    def changes(self, theta: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """Which terms change with which variable, set to each of its states, (terms, D)."""
-        return np.array(self._changes(theta, states))
-
     def missed(self, variables: np.ndarray) -> tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray]] | None:
         """A term that changes with others than its variables, which others were changed (D,), and where; or None.
 
@@ -111,7 +106,8 @@ class _Trials:
     def _values(self, states: Array) -> dict[str, Array]:
         return {name: self._local.states[name][own] for name, own in self._local.split(states).items()}
 
-    def _all_changes(self, theta: Array, states: Array) -> Array:
+    def _changes(self, theta: Array, states: Array) -> Array:
+        """Which terms change with which variable, set to each of its states, (terms, D)."""
         most = max(self._num_states, default=0)
 
         def is_changed(variable: Array) -> Array:

@@ -74,7 +74,7 @@ def components_of(
     dtype: jnp.dtype,
     row: Arrays,
     observed: tuple[str, ...],
-    rows: Arrays | None = None,
+    rows: Arrays | None,
 ) -> tuple[Component, ...]:
     """Which terms of a row belong together.
 
@@ -195,7 +195,14 @@ def _component(
     else:
         state_sum = by_elimination([terms[i][1] for own in order.values() for i in own], sizes)
     if state_sum is None:
-        raise _too_many_states(owners, math.prod(sizes))
+        names = ", ".join(map(repr, dict.fromkeys(owners)))
+        raise UnboundedStates(
+            f"site {names}: {len(owners)} discrete latent variables enter the same terms, and have "
+            f"{Decimal(math.prod(sizes)):.3g} states together. They are summed over one after the other where each "
+            "shares terms with few others, and here the tables of that would have more than "
+            f"{MAX_STATES} assignments. Let continuous variables stand for some of them, or write the sum into the "
+            "model with numpyro.factor."
+        )
     places = {site: indices[:, own] for site, own in order.items()}
     return Component(
         "+".join(site for site in order if site in observed),
@@ -205,16 +212,6 @@ def _component(
         {site: own for site, own in places.items() if site not in observed},
         np.array([int(local.states[name][0]) for name in owners], int),
         state_sum,
-    )
-
-
-def _too_many_states(owners: tuple[str, ...], number: int) -> UnboundedStates:
-    names = ", ".join(map(repr, dict.fromkeys(owners)))
-    return UnboundedStates(
-        f"site {names}: {len(owners)} discrete latent variables enter the same terms, and have {Decimal(number):.3g} "
-        "states together. They are summed over one after the other where each shares terms with few others, and here "
-        f"the tables of that would have more than {MAX_STATES} assignments. Let continuous variables stand for some of "
-        "them, or write the sum into the model with numpyro.factor."
     )
 
 

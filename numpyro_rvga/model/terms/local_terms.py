@@ -54,8 +54,8 @@ def local_terms(
     table = partial(terms_by_state, records, local, component)
     if not component.continuous.shape[1]:
         return _summed_terms(component, table, local.continuous.size, theta, row)
-    size, count = theta.shape[0], component.num_assignments
-    both = jax.ShapeDtypeStruct((size + local.continuous.size,), theta.dtype)
+    count = component.num_assignments
+    both = jax.ShapeDtypeStruct((theta.shape[0] + local.continuous.size,), theta.dtype)
     nothing = jax.ShapeDtypeStruct((count,), theta.dtype)
 
     def term(t, r, element, log_weights):
@@ -63,9 +63,8 @@ def local_terms(
         return by_state[0] if count == 1 else logsumexp(by_state + log_weights)
 
     of_all = factorize(term, both, row, ELEMENT, nothing).at_most(both.shape[0])
-    split = _Split(of_all, component, size, local.continuous.size, theta.dtype)
-    kept = _moving(split, component, rows)
-    dimensions, quadratic = component.continuous.shape[1], is_quadratic(partial(_quadratic, split, component, kept))
+    split = _Split(of_all, component, local, theta, rows)
+    dimensions, quadratic = component.continuous.shape[1], is_quadratic(split.is_quadratic)
     if dimensions > MAX_DIMENSIONS and not quadratic:
         names = ", ".join(repr(name) for name in component.latents if name in local.continuous.site_names)
         raise NotImplementedError(
@@ -74,12 +73,12 @@ def local_terms(
             "they are Normal additions of known scale, RVGA(model, local='prior') takes them."
         )
     integral = _gaussian_integral if quadratic else _integral
-    predictors, density = partial(split.kept_predictors, kept), jit(partial(split.integrated, kept, integral))
-    terms = Terms(component.name, component.size, len(kept), True, predictors, split.constants, density, None)
+    functions = split.predictors, split.constants, jit(partial(split.integrated, integral))
+    terms = Terms(component.name, component.size, len(split.kept), True, *functions, None)
     if not quadratic:
-        finer = jit(partial(split.integrated, kept, lambda log_joint, _, *form: finer_log_integral(log_joint, *form)))
-        terms = terms._replace(num_nodes=count * num_nodes(component.continuous.shape[1]), finer=finer)
-    return terms, quadratic, partial(split.drawn, kept, quadratic)
+        finer = jit(partial(split.integrated, lambda log_joint, _, *form: finer_log_integral(log_joint, *form)))
+        terms = terms._replace(num_nodes=count * num_nodes(dimensions), finer=finer)
+    return terms, quadratic, partial(split.drawn, quadratic)
 
 
 def _summed_terms(
@@ -112,20 +111,27 @@ class _Split:
     """The joint density of a component, split into predictors affine in theta and z, and a density of these.
 
     :param split: of (theta and z, (row, element, logarithms of the states' weights)).
+    :param rows: some rows, with what they share.
+    :ivar kept: the predictors that theta enters. The others are constants, and NaN in a row where that is not so.
     """
 
-    def __init__(self, split: Factorization, component: Component, size: int, num_continuous: int, dtype: jnp.dtype):
+    def __init__(
+        self, split: Factorization, component: Component, local: LocalSites, theta: jax.ShapeDtypeStruct, rows: Arrays
+    ):
+        dtype = theta.dtype
         self._split, self._component, self._dtype = split, component, dtype
-        self._size, self._num_continuous = size, num_continuous
-        self.num_predictors, self.density = split.num_predictors, split.density
+        self._size, self._num_continuous = theta.shape[0], local.continuous.size
         count = component.num_assignments
         self._even, self._each = jnp.zeros(count, dtype), jnp.log(jnp.eye(count, dtype=dtype))
+        fixed = at_once(lambda: over_rows(lambda r, e: self.constants(r, e)[1], component.size, rows))
+        kept = np.flatnonzero(np.isnan(fixed).any(axis=(0, 1)))
+        self.kept = kept.astype(np.int32)  # JAX fails with 64 bits where it traces in double precision after single
 
-    def _predictors(self, theta: Array, z: Array, row: Arrays, element: Array) -> Array:
+    def _all_predictors(self, theta: Array, z: Array, row: Arrays, element: Array) -> Array:
         return self._split.predictors(jnp.concatenate([theta, z]), (row, element, self._even))
 
-    def kept_predictors(self, kept: np.ndarray, theta: Array, row: Arrays, element: Array) -> Array:
-        return self._predictors(theta, jnp.zeros(self._num_continuous, self._dtype), row, element)[kept]
+    def predictors(self, theta: Array, row: Arrays, element: Array) -> Array:
+        return self._all_predictors(theta, jnp.zeros(self._num_continuous, self._dtype), row, element)[self.kept]
 
     def constants(self, row: Arrays, element: Array) -> tuple:
         """What the density takes by state, the predictors that theta does not enter (NaN for others), and all
@@ -133,54 +139,74 @@ class _Split:
         by_state = jax.vmap(lambda weights: self._split.constants((row, element, weights)))(self._each)
         unknown = jnp.full(self._size, jnp.nan, self._dtype)
         zero = jnp.zeros(self._num_continuous, self._dtype)
-        slopes = jax.jacfwd(lambda z: self._predictors(jnp.zeros_like(unknown), z, row, element))(zero)
+        slopes = jax.jacfwd(lambda z: self._all_predictors(jnp.zeros_like(unknown), z, row, element))(zero)
         indices = places_of(self._component.continuous, element)
-        return by_state, self._predictors(unknown, zero, row, element), slopes[:, indices]
+        return by_state, self._all_predictors(unknown, zero, row, element), slopes[:, indices]
 
-    def log_joint(self, kept: np.ndarray, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Callable:
+    def log_joint(self, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Callable:
         """z (K,) -> log p(outcomes, z, state). What does not depend on z is computed once."""
         arguments = u, of_state, fixed, slopes
         z = jax.ShapeDtypeStruct((slopes.shape[1],), self._dtype)
-        inner = factorize(partial(self._joint, kept), z, *arguments)
+        inner = factorize(self._joint, z, *arguments)
         values = inner.constants(arguments)
         return lambda z: inner.value(z, arguments, values)
 
-    def _joint(self, kept: np.ndarray, z: Array, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Array:
-        is_kept = np.isin(np.arange(self.num_predictors), kept)
+    def _joint(self, z: Array, u: Array, of_state: Any, fixed: Array, slopes: Array) -> Array:
+        is_kept = np.isin(np.arange(self._split.num_predictors), self.kept)
         starts = np.flatnonzero(np.diff(is_kept, prepend=~is_kept[:1]))
-        runs = zip(starts, [*starts[1:], self.num_predictors])
+        runs = zip(starts, [*starts[1:], len(is_kept)])
         parts = [
             (u[is_kept[:a].sum() : is_kept[:b].sum()] if is_kept[a] else fixed[a:b]) + slopes[a:b] @ z for a, b in runs
         ]
-        return self.density(jnp.concatenate(parts), of_state)
+        return self._split.density(jnp.concatenate(parts), of_state)
 
-    def integrated(self, kept: np.ndarray, integral: Callable, u: Array, constants: tuple) -> Array:
+    def integrated(self, integral: Callable, u: Array, constants: tuple) -> Array:
         by_state, fixed, slopes = constants
 
         def one(of_state):
-            log_joint = self.log_joint(kept, u, of_state, fixed, slopes)
-            still = self.log_joint(kept, *jax.tree.map(lax.stop_gradient, (u, of_state, fixed, slopes)))
+            log_joint = self.log_joint(u, of_state, fixed, slopes)
+            still = self.log_joint(*jax.tree.map(lax.stop_gradient, (u, of_state, fixed, slopes)))
             return integral(log_joint, still, slopes.shape[1], self._dtype)
 
         return logsumexp(jax.vmap(one)(by_state))
 
     def drawn(
-        self, kept: np.ndarray, quadratic: bool, rng_key: Array, theta: Array, row: Arrays, element: Array
+        self, quadratic: bool, rng_key: Array, theta: Array, row: Arrays, element: Array
     ) -> tuple[Array, Array, Array]:
         """From the conditional distribution given theta (P,) and the row: the values of the states (D,), the logarithm
         of their probability, and z (K,)."""
-        u = self.kept_predictors(kept, theta, row, element)
+        u = self.predictors(theta, row, element)
         state_key, key = jax.random.split(rng_key)
         by_state, fixed, slopes = self.constants(row, element)
 
         def one(key, of_state):
-            log_joint = self.log_joint(kept, u, of_state, fixed, slopes)
+            log_joint = self.log_joint(u, of_state, fixed, slopes)
             draw = _drawn_gaussian if quadratic else _drawn
             return draw(log_joint, key, slopes.shape[1], self._dtype)
 
         log_probs, z = jax.vmap(one)(jax.random.split(key, len(self._each)), by_state)
         state = jax.random.categorical(state_key, log_probs)
         return jnp.asarray(self._component.states)[state], jax.nn.log_softmax(log_probs)[state], z[state]
+
+    def is_quadratic(self, row: Arrays) -> Array:
+        """Whether the joint log densities (E,) of a row are quadratic in z, in each state, at all theta that are
+        tried."""
+        rng, size = np.random.default_rng(0), self._component.continuous.shape[1]
+        some = jnp.asarray(rng.normal(size=(PROBES, len(self.kept))), self._dtype)
+        probes = jnp.asarray(rng.normal(size=(4, size)) * [[0.0], [0.3], [1.0], [3.0]], self._dtype)
+
+        def of_element(element):
+            by_state, fixed, slopes = self.constants(row, element)
+
+            def hessians(u, of_state):
+                return jax.vmap(jax.hessian(self.log_joint(u, of_state, fixed, slopes)))(probes)
+
+            of_probes = jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)  # (u, M, probes, K, K)
+            scale = jnp.abs(of_probes).max(axis=(-3, -2, -1), keepdims=True)
+            apart = jnp.abs(of_probes - of_probes[..., :1, :, :])
+            return jnp.all(apart <= QUADRATIC[jnp.finfo(self._dtype).bits] * scale)
+
+        return lax.map(of_element, jnp.arange(self._component.size, dtype=jnp.int32))
 
 
 def _drawn_gaussian(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -229,31 +255,3 @@ def gaussian_conditional(log_joint: Callable, size: int, dtype: jnp.dtype) -> tu
 
     mean = newton_step(slope)
     return mean + newton_step(jax.grad(log_joint)(mean)), factor  # which mends the first one's rounding
-
-
-def _moving(split: _Split, component: Component, rows: Arrays) -> np.ndarray:
-    """The predictors that theta enters. The others are constants, and NaN in a row where that is not so."""
-    fixed = at_once(lambda: over_rows(lambda r, e: split.constants(r, e)[1], component.size, rows))
-    moving = np.flatnonzero(np.isnan(fixed).any(axis=(0, 1)))
-    return moving.astype(np.int32)  # JAX fails with 64 bits where it traces in double precision after single
-
-
-def _quadratic(split: _Split, component: Component, kept: np.ndarray, row: Arrays) -> Array:
-    """Whether the joint log densities (E,) of a row are quadratic in z, in each state, at all theta that are tried."""
-    rng, size = np.random.default_rng(0), component.continuous.shape[1]
-    dtype = split._dtype
-    some = jnp.asarray(rng.normal(size=(PROBES, len(kept))), dtype)
-    probes = jnp.asarray(rng.normal(size=(4, size)) * [[0.0], [0.3], [1.0], [3.0]], dtype)
-
-    def of_element(element):
-        by_state, fixed, slopes = split.constants(row, element)
-
-        def hessians(u, of_state):
-            return jax.vmap(jax.hessian(split.log_joint(kept, u, of_state, fixed, slopes)))(probes)
-
-        of_probes = jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)  # (u, M, probes, K, K)
-        scale = jnp.abs(of_probes).max(axis=(-3, -2, -1), keepdims=True)
-        apart = jnp.abs(of_probes - of_probes[..., :1, :, :])
-        return jnp.all(apart <= QUADRATIC[jnp.finfo(dtype).bits] * scale)
-
-    return lax.map(of_element, jnp.arange(component.size, dtype=jnp.int32))
