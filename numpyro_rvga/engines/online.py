@@ -129,9 +129,9 @@ class OnlineUpdates:
             self.indices, self._site = None, state.prior_factor
             self.start: Family = FullGaussian(_first_finite(init, state.mean), state.root)
             return
-        prior = program.independent_prior
-        start = DiagonalGaussian(_first_finite(init, prior.mean), prior.variance)
-        self.indices, self._site = prior.indices, prior.factor
+        mean, variance = (jnp.asarray(x, program.dtype) for x in program.marginals[:2])
+        start = DiagonalGaussian(_first_finite(init, mean), variance)
+        self.indices, self._site = program.marginals.indices, program.factor_of_marginals
         self.start = self._converted(start)
         if isinstance(self.start, LowRankGaussian) and self.rule.is_plain:
             self.start = self.start.with_random_factor(self.engine.rng_key, RANDOM_SHARE)

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from ..dynamics import Dynamics, movement_of
 from ..model.bad_rows import check_reading, check_start, check_states
-from ..model.bound import bad_indices
-from ..model.bound.validation import check_affordable, check_independence
+from ..model.bound.validation import check_affordable, check_independence, explained_error
 from ..model.data.arguments import BadData, NotRows, checked_rows, has_frames, whole_data
 from ..model.data.rows import Data, Keywords, Rows, num_rows, same, snapshot
 from ..model.half_lines import read_on_positive_half
@@ -93,7 +92,7 @@ class Engines:
         try:
             program = self._program(rows, model_kwargs, all_rows)
         except (TypeError, ValueError) as error:
-            explained = bad_indices.explained(self.model, rows, model_kwargs, error)
+            explained = explained_error(self.model, rows, model_kwargs, error)
             if explained is None:
                 raise
             raise explained from error

@@ -10,7 +10,8 @@ import numpy as np
 from jax import Array
 
 from ..core.compilation import at_once, jit_once
-from .bound.local_draws import draw_states, partly_observed
+from .bound.local_draws import drawn_of_row, partly_observed
+from .data.arguments import finite_rows
 from .data.arrays import BadData
 from .data.rows import Arrays
 from .own_density import log_joint
@@ -51,16 +52,13 @@ def check_start(program: Program) -> None:
 
 def _not_finite_message(program: Program, site: str, row: int | None) -> str:
     """:param row: where the log-likelihood is NaN; None if only its gradient is known to be."""
-    bad: dict[str, np.ndarray] = {}
-    for name, values in program.example_row.items():
-        array = np.asarray(values)
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            bad[name] = np.any(~np.isfinite(array).reshape(len(array), -1), axis=1)
+    arrays = {name: np.asarray(values) for name, values in program.example_row.items()}
+    bad = {name: ~finite_rows({name: array}) for name, array in arrays.items() if not np.isfinite(array).all()}
     name = next((name for name, rows in bad.items() if row is not None and row < len(rows) and rows[row]), None)
     if name is None:
         name = min(bad, key=lambda name: name not in program.outcome_arrays(site))
         row = int(np.argmax(bad[name]))
-    array = np.asarray(program.example_row[name])
+    array = arrays[name]
     kind = "NaN" if np.isnan(array[row]).any() else "an infinite value"
     finite = f"jnp.isfinite({name})" + {1: "", 2: ".all(axis=1)"}.get(
         array.ndim, f".all(axis={tuple(range(1, array.ndim))})"
@@ -151,7 +149,7 @@ def check_states(program: Program) -> None:
 
     :raises ValueError: if what a whole program sums over states is another density than the model's.
     """
-    if program.row_latents is None or not program.row_latents.states or partly_observed(program) is not None:
+    if not program.row_latents.states or partly_observed(program) is not None:
         return
     if not program.is_proper and not program.flat_sites:  # the prior is not the model's own
         return
@@ -159,7 +157,7 @@ def check_states(program: Program) -> None:
 
     def both(at: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         theta, rng_key = at
-        states, log_prob = draw_states(program, rng_key, theta)
+        states, log_prob, _ = drawn_of_row(program, rng_key, theta, program.shared)
         terms = [program.log_prior(theta), *map(jnp.sum, program.log_likelihood(theta, inputs).values())]
         read = sum(terms, log_prob)
         return read, log_joint(program, theta, states), sum(map(jnp.abs, terms), jnp.abs(log_prob))

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 
-class Layout(NamedTuple):
-    """Order and unconstrained shapes of the latent sites, fixed once, in the model's own order.
+@dataclass(frozen=True)
+class Layout:
+    """Latent sites in the order of their entries of theta. ``shapes``: site -> unconstrained shape, in that order."""
 
-    :ivar site_names: latent sites.
-    :ivar shapes: site -> unconstrained shape.
-    """
-
-    site_names: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def site_names(self) -> tuple[str, ...]:
+        return tuple(self.shapes)
 
     @property
     def sizes(self) -> dict[str, int]:
         """How many entries of theta each site takes."""
-        return {name: math.prod(self.shapes[name]) for name in self.site_names}
+        return {name: math.prod(shape) for name, shape in self.shapes.items()}
 
     @property
     def size(self) -> int:
@@ -46,13 +46,13 @@ class Layout(NamedTuple):
         """The names of the entries of theta: ``a[0, 2]``, or ``a`` for a site of one number."""
         return [
             f"{name}[{', '.join(map(str, index))}]" if index else name
-            for name in self.site_names
-            for index in np.ndindex(*self.shapes[name])
+            for name, shape in self.shapes.items()
+            for index in np.ndindex(*shape)
         ]
 
     def unravel(self, theta: Array | np.ndarray) -> dict[str, Array]:
         """theta (..., P) -> site -> (..., *shape)."""
-        if not self.site_names:  # XLA has no split into nothing
+        if not self.shapes:  # XLA has no split into nothing
             return {}
         sizes, axis = list(self.sizes.values()), np.ndim(theta) - 1
         if isinstance(theta, np.ndarray):  # a constant also where a function is traced
@@ -60,18 +60,13 @@ class Layout(NamedTuple):
         else:
             pieces = lax.split(theta, sizes, axis=axis)  # gradients are joined, not added up
         batch = jnp.shape(theta)[:-1]
-        return {n: jnp.reshape(piece, (*batch, *self.shapes[n])) for n, piece in zip(self.site_names, pieces)}
+        return {n: jnp.reshape(piece, (*batch, *shape)) for (n, shape), piece in zip(self.shapes.items(), pieces)}
 
     def ravel(self, sites: Mapping[str, Array]) -> Array:
         """The inverse of :meth:`unravel`."""
         pieces = []
-        for name in self.site_names:
+        for name, shape in self.shapes.items():
             value = jnp.asarray(sites[name])
-            batch = value.shape[: value.ndim - len(self.shapes[name])]
+            batch = value.shape[: value.ndim - len(shape)]
             pieces.append(jnp.reshape(value, (*batch, -1)))
         return jnp.concatenate(pieces, -1)
-
-
-def layout_of(shapes: dict[str, tuple[int, ...]]) -> Layout:
-    """The layout with the sites in the order of ``shapes``."""
-    return Layout(tuple(shapes), shapes)

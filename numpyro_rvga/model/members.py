@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from ..core.compilation import jit_once
 from .data.rows import Arrays, num_rows
-from .layout import Layout, layout_of
+from .layout import Layout
 from .program import Program
 from .terms.reads import Cut, Probes, derivatives_and_positions, generic_theta, parts_of
 from .terms.terms import Terms, linearize_along, split_rows
@@ -76,8 +76,8 @@ def members_of(program: Program, plate: str, count: int) -> Members:
             )
     entries = [np.moveaxis(indices[name], axes[name], -1).reshape(-1, count) for name in local]
     shapes = {name: tuple(np.delete(layout.shapes[name], axes[name]).tolist()) for name in local}
-    of_all = layout_of({name: layout.shapes[name] for name in shared})
-    return Members(plate, np.concatenate(entries), layout.indices_of(shared), layout_of(shapes), of_all, axes)
+    of_all = Layout({name: layout.shapes[name] for name in shared})
+    return Members(plate, np.concatenate(entries), layout.indices_of(shared), Layout(shapes), of_all, axes)
 
 
 class Finder:

@@ -55,7 +55,6 @@ class OwnDensity:
 def log_joint(program: Program, theta: Array, states: Mapping[str, Array]) -> Array:
     """The log joint density of theta (P,), in unconstrained space, and of states of a whole program's discrete sites.
     Other discrete sites count nothing."""
-    assert program.row_latents is not None
     hidden = [name for name in program.row_latents.states if name not in states]
     given = {**program.params.constrained(program.params.values), **states}
     args, kwargs = program.call_arguments(program.example_row)

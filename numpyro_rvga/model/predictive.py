@@ -122,7 +122,7 @@ def check_can_be_drawn(program: Program) -> None:
 
 
 def _why_not(program: Program, site: str, record: SiteRecord | None) -> str | None:
-    if record is None or program.local.size or program.row_latents is not None:
+    if record is None or program.local_names:
         return "depends on a latent variable of each row"
     if record.is_auxiliary:
         return "is a factor, which has no outcomes"

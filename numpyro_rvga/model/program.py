@@ -15,17 +15,17 @@ import numpy as np
 from jax import Array
 
 from ..core.jaxprs.interpret import depends_on, indexes
-from .bound.bad_indices import check_whole_indices
 from .bound.bound_likelihood import BoundLikelihood
 from .bound.model_runs import ReadingOptions
-from .bound.row_checks import RowCheck, check_whole_support, index_check, support_check
+from .bound.row_checks import RowCheck, check_whole_indices, check_whole_support, index_check, support_check
 from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_shapes, whole_data_again
 from .data.arrays import as_integers, as_jax_array
 from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
-from .handlers.data_prior import DeterministicSites, PriorConstants, classify_deterministic
+from .handlers.data_prior import DeterministicSites, PriorConstants, data_dependence
 from .handlers.tracing import base_distribution, deterministic_sites, numbers_of, sample_sites
 from .identity import ModelIdentity, model_identity
 from .terms.local_sites import RowFacts
+from .terms.reads import Reader
 
 
 class Program(BoundLikelihood):
@@ -61,9 +61,12 @@ class Program(BoundLikelihood):
         super().__init__(model, rows, model_kwargs, ReadingOptions(**options), params, row_plates, row_facts)
         self.reason: str | None = None
         self._row_checks = self._read_likelihood(rows, row_facts)
-        self._index_check = None if self.whole else self._find_index_check()
+        self._index_checks = [] if self.whole else self._find_index_checks()
         self._whole_checks, self._checks = self._find_checks()
         self._read_prior(lambda: self._usable(all_rows), constants)
+        of_prior = (*self.prior.gaussian, *self.prior.terms)
+        size, dtype = self.layout.size, self.dtype
+        self._readers = Reader(self.terms, size, dtype), Reader(of_prior, size, dtype)
         self.deterministic = self._find_deterministic()
         self.data_rows = self._rows_to_keep(all_rows)
 
@@ -72,9 +75,8 @@ class Program(BoundLikelihood):
         if self.whole:
             of_support = [partial(check_whole_support, self, site) for site in self.observed_sites]
             return [*of_support, partial(check_whole_indices, self._observed_parameters)], []
-        of_index = [] if self._index_check is None else [self._index_check]
         of_support = [support_check(self, site) for site in self.observed_sites]
-        return [], [*of_support, *of_index, *self._row_checks]
+        return [], [*of_support, *self._index_checks, *self._row_checks]
 
     # ------------------------------------------------------------------ the same for other data, or elsewhere
     def __reduce__(self) -> tuple[Callable, tuple]:
@@ -120,7 +122,7 @@ class Program(BoundLikelihood):
         """
         if self.whole:
             return self if self.holds(rows) else None
-        if self.data_prior is None and not self.deterministic.of_data and self.row_latents is None:
+        if self.data_prior is None and not self.deterministic.of_data and not self.row_latents.site_names:
             return self
         other = copy.copy(self) if self.data_prior is None else self._copied()  # a prior that reads no data is the same
         other.data_rows = self._rows_to_keep(all_rows)
@@ -133,7 +135,7 @@ class Program(BoundLikelihood):
     def _copied(self) -> Program:
         """A copy without the cached properties that depend on parameters or data."""
         other = copy.copy(self)
-        for name in ("identity", "_moments_of_draws", "initial_state", "independent_prior", "marginals"):
+        for name in ("identity", "_moments_of_draws", "initial_state", "marginals", "factor_of_marginals"):
             other.__dict__.pop(name, None)
         return other
 
@@ -154,9 +156,7 @@ class Program(BoundLikelihood):
         self.check_given(rows, needed)
         if not self.whole:
             check_row_shapes(rows, row_shapes(self.example_row), "that the posterior has absorbed")
-        if self._index_check is not None:
-            self._index_check(rows, 0)
-        for check in () if predicted else self._row_checks:
+        for check in self._index_checks if predicted else [*self._index_checks, *self._row_checks]:
             check(rows, 0)
         return rows
 
@@ -218,16 +218,16 @@ class Program(BoundLikelihood):
         usable &= self.begin_check(rows)()
         return dict(rows) if usable.all() else selected(dict(rows), usable)
 
-    def _find_index_check(self) -> RowCheck | None:
-        """None if the model indexes nothing by a row."""
+    def _find_index_checks(self) -> list[RowCheck]:
+        """Empty, if the model indexes nothing by a row."""
         parameters = self._observed_parameters
-        return index_check(self, parameters) if indexes(parameters, self.example_row) else None
+        return [index_check(self, parameters)] if indexes(parameters, self.example_row) else []
 
     def _observed_parameters(self, rows: Arrays | None = None) -> list:
         """The parameters of the observed sites' distributions, at one theta. ``rows``: default: all that are part of a
         whole program."""
         theta = jnp.zeros(self.layout.size + self.local.size, self.dtype)
-        records = self._records(self._unravel(theta), {**(self.example_row if rows is None else rows), **self.shared})
+        records = self._records(self._unravel(theta), {**(rows or {}), **self.shared})
         return [numbers_of(records[site].fn) for site in self._row_sites]
 
     # ------------------------------------------------------------------ which arrays matter, and for what
@@ -260,20 +260,21 @@ class Program(BoundLikelihood):
         return self.deterministic.of_rows | (inside & (self.deterministic.of_latents | self.deterministic.of_data))
 
     def _find_deterministic(self) -> DeterministicSites:
-        names = self._names_of("deterministic")
+        names = self._deterministic_names
         if not names:
             return DeterministicSites()
         if self.whole:
             return DeterministicSites(of_latents=frozenset(names))
         of_rows = [name for name in names if self._row_axes[name] is not None]
+        others = [name for name in names if name not in of_rows]
         theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
-        return classify_deterministic(
-            lambda rows, theta: deterministic_sites(self._run(rows, self.layout.unravel(theta))[0]),
-            of_rows,
-            self.example_row,
-            self.example_rows,
-            theta,
-        )
+
+        def values(rows, theta):
+            of_sites = deterministic_sites(self._run(rows, self.layout.unravel(theta))[0])
+            return {name: of_sites[name] for name in others}
+
+        of_data = data_dependence(values, self.example_row, self.example_rows, theta) if others else {}
+        return DeterministicSites(frozenset(others).difference(of_data), frozenset(of_data), frozenset(of_rows))
 
     def _rows_to_keep(self, all_rows: Rows | None) -> Rows | None:
         """All rows, if deterministic sites read them and they are at hand."""

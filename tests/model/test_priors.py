@@ -10,7 +10,7 @@ from numpyro.distributions.transforms import AffineTransform, OrderedTransform
 from references import assert_moments_match, importance_moments, potential_of
 
 from numpyro_rvga import RVGA, FixedPointVI
-from numpyro_rvga.model.bound.prior_start import gaussian_part
+from numpyro_rvga.model.bound.prior_start import gaussian_parts
 from numpyro_rvga.model.program import Program
 from numpyro_rvga.model.terms.terms import constants, linearize
 
@@ -34,7 +34,7 @@ def program_of(prior, **options):
 
 def prior_terms_at(program, theta):
     """The multivariate normal sites, the Gaussian part and the other terms, each in its split form, added up."""
-    total = gaussian_part(program.prior, theta.shape[0], theta.dtype, {}).at(theta)[0]
+    total = gaussian_parts(program.prior, {})[0].at(theta)[0]
     for site in program.prior.normal_sites:
         loc, scale_tril = site.moments({})
         total = total + dist.MultivariateNormal(loc, scale_tril=scale_tril).log_prob(theta[site.start : site.stop])
@@ -240,7 +240,7 @@ def test_normal_of_latent_scale_is_not_gaussian_but_its_gaussian_parent_is():
     assert {terms.site for terms in program.prior.terms} == {"tau", "a"}
     expected = np.zeros((5, 5))
     expected[0, 0] = 0.25
-    np.testing.assert_allclose(gaussian_part(program.prior, 5, jnp.float64, {}).precision, expected, atol=1e-12)
+    np.testing.assert_allclose(gaussian_parts(program.prior, {})[0].precision, expected, atol=1e-12)
 
 
 def test_predictors_of_a_hierarchical_normal_are_effect_location_and_log_scale():
@@ -317,7 +317,7 @@ def test_improper_posteriors_are_refused_by_name():
 def test_improper_priors_become_wide_normals_on_request():
     program = program_of(improper, improper_prior_scale=20.0)
     assert program.prior.terms == ()
-    precision = gaussian_part(program.prior, 3, jnp.float64, {}).precision
+    precision = gaussian_parts(program.prior, {})[0].precision
     np.testing.assert_allclose(precision, np.diag([1.0, 1 / 400, 1 / 400]), atol=1e-12)
     posterior = RVGA(with_rows(improper_positive), improper_prior_scale=20.0).run(
         {"y": 2.0 + RNG.normal(size=400)}, progress_bar=False

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga.model import Program
-from numpyro_rvga.model.layout import layout_of
+from numpyro_rvga.model.layout import Layout
 
 
 def predictor(name, X, w):
@@ -40,7 +40,7 @@ def test_the_largest_array_of_a_row_is_found_whatever_the_row_itself_takes(name,
 
 def test_gradients_of_sites_are_joined_in_one_pass_over_theta():
     """As slices they would be padded with zeros and added up, one pass over theta for each site."""
-    layout = layout_of({"a": (2, 3), "none": (0,), "b": (), "c": (4,)})
+    layout = Layout({"a": (2, 3), "none": (0,), "b": (), "c": (4,)})
     theta = jnp.arange(11.0)
 
     def total(theta):
@@ -54,6 +54,6 @@ def test_gradients_of_sites_are_joined_in_one_pass_over_theta():
 
 
 def test_indices_are_known_inside_a_traced_function():
-    layout = layout_of({"a": (2, 3), "b": (), "c": (4,)})
+    layout = Layout({"a": (2, 3), "b": (), "c": (4,)})
     found = jax.jit(lambda x: x[layout.indices["c"]] + x[layout.indices["b"]])(jnp.arange(11.0))
     np.testing.assert_array_equal(found, [13.0, 14.0, 15.0, 16.0])

@@ -148,7 +148,7 @@ def reordered_posterior():
     posterior = constrained_posterior()
     layout = posterior.program.layout
     order = np.array([3, 0, 1, 2])
-    posterior.program.layout = layout._replace(site_names=("deviation", "shift", "share"))
+    posterior.program.layout = type(layout)({name: layout.shapes[name] for name in ("deviation", "shift", "share")})
     return Posterior(posterior.program, FullGaussian(posterior.mean[order], posterior.scale[order]), num_rows=3)
 
 

@@ -25,6 +25,7 @@ from ..handlers.tracing import SiteRecord, elements, sample_sites
 from ..terms.local import Component, components_of
 from ..terms.local_sites import RowFacts, most_states, states_at
 from ..terms.local_terms import Draw, local_terms
+from ..terms.reads import Reader
 from ..terms.recognition import in_tilted_form
 from ..terms.site_terms import MAX_PREDICTORS, of_theta, site_terms
 from ..terms.sparsity import Sparsity, are_selections, find_sparsity
@@ -47,11 +48,11 @@ class BoundLikelihood(BoundPrior):
     """
 
     row_facts: RowFacts | None = None
+    _readers: tuple[Reader, Reader]  # of the terms of rows and of the prior, which copies of the program share
 
     # ------------------------------------------------------------------ reading it
     def _read_likelihood(self, rows: Arrays, row_facts: RowFacts | None) -> list[RowCheck]:
         """Set the terms, and which priors they are part of. What is returned checks that later rows are like these."""
-        self._readers: dict = {}  # what :meth:`find_sparsity` has compiled, for copies of the program too
         self._components, checks = self._find_components(rows), []
         integrated = self._integrated_terms(rows, row_facts, checks)
         self.mixed_sites = frozenset(self._tied.intersection(self.layout.site_names))
@@ -59,11 +60,11 @@ class BoundLikelihood(BoundPrior):
         self.mixed_priors = tuple(terms for terms in all_terms if terms.site not in self._integrated)
         self.terms = self._all_terms([terms for terms in all_terms if terms.site in self._integrated], rows)
         self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
-        if self.row_latents is not None:
+        if self.row_latents.site_names:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
             self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic, _ in integrated))
             if self.whole:
-                validation.check_supports(self)
+                self._check_supports()
             else:
                 checks += [states_check(self, name, self._bounds_of_states) for name in states]
         validation.check_local_terms(self)
@@ -75,18 +76,16 @@ class BoundLikelihood(BoundPrior):
 
         :param integrated: of sites that latent variables are integrated out of. :param rows: all that are at hand."""
         theta = jax.ShapeDtypeStruct((self.layout.size + self.local.size,), self.dtype)
-        row = self.shared if self.whole else {**self.example_row, **self.shared}
-        by_draws = self._takes_draws
+        row, by_draws, prefer = self.example_inputs, self._takes_draws, self.options.prefer_parameters
+        every = None if self.whole else {name: rows[name] for name in self.example_row}
         sites = [name for name in self._row_sites if name not in self._tied]
         all_terms = []
-        if self.whole and not self.options.prefer_parameters:
-            all_terms = sums_of_sites(self._run_all, sites, theta, row, by_draws=by_draws)
+        if self.whole and not prefer:
+            all_terms = sums_of_sites(self.records, sites, theta, row, by_draws=by_draws)
             sites = [name for name in sites if not any(name in terms.summed for terms in all_terms)]
         for site in sites:
-            options: dict[str, Any] = {"prefer_parameters": self.options.prefer_parameters, "by_draws": by_draws}
-            if by_draws and not self.whole:
-                options["rows"] = {name: rows[name] for name in self.example_row}
-            terms = site_terms(self._site_runner(site), site, theta, row, **options)
+            run_site = self._site_runner(site)
+            terms = site_terms(run_site, site, theta, row, prefer_parameters=prefer, by_draws=by_draws, rows=every)
             if not terms.by_draws:
                 terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)
             all_terms.append(terms)
@@ -98,28 +97,27 @@ class BoundLikelihood(BoundPrior):
         return tuple(by_piece(terms, self._num_pieces) for terms in all_terms)
 
     def _find_components(self, rows: Arrays) -> tuple[Component, ...]:
-        if self.row_latents is None:
+        if not self.row_latents.site_names:
             return ()
         row, size = {**self.example_row, **self.shared_elsewhere}, self.layout.size
         # A latent site's prior may depend on states of all data too: given theta, it is observed as any outcome is.
         latents = [name for name in self.layout.site_names if name not in self._improper] if self.whole else []
-        some = None if self.whole else selected(dict(rows), linspace_indices(num_rows(rows), EXAMPLE_ROWS))
-        observed = (*self._row_sites, *latents)
+        observed, some = (*self._row_sites, *latents), self._some_of(rows)
         return components_of(self._row_records, self.row_latents, size, self.dtype, row, observed, some)
+
+    def _some_of(self, rows: Arrays) -> dict[str, Any] | None:
+        """A few of the rows; None for a whole program, which has all of them."""
+        return None if self.whole else selected(dict(rows), linspace_indices(num_rows(rows), EXAMPLE_ROWS))
 
     def _integrated_terms(
         self, rows: Arrays, facts: RowFacts | None, checks: list[RowCheck]
     ) -> list[tuple[Terms | None, bool, Draw]]:
         """The terms of each component, whether its integrand is Gaussian, and draws of its variables. ``checks`` are
         extended by checks that it is so in later rows too."""
-        if self.row_latents is None or not self._components:
+        if not self._components:
             return []
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
-        row = some = self.shared
-        if not self.whole:
-            row = {**self.example_row, **self.shared}
-            every: dict[str, Any] = dict(rows)
-            some = selected(every, linspace_indices(num_rows(rows), EXAMPLE_ROWS)) | self.shared
+        row, some = self.example_inputs, {**(self._some_of(rows) or {}), **self.shared}
         result = []
         for i, component in enumerate(self._components):
 
@@ -129,8 +127,8 @@ class BoundLikelihood(BoundPrior):
                 checks.extend([check] if holds else [])
                 return holds
 
-            of_site = (self._row_records, self.row_latents, component, theta, row, some, is_quadratic)
-            terms, is_gaussian, draw = local_terms(*of_site)
+            records, latents = self._row_records, self.row_latents
+            terms, is_gaussian, draw = local_terms(records, latents, component, theta, row, some, is_quadratic)
             if terms is not None and self._takes_draws and terms.num_predictors > MAX_PREDICTORS:
                 terms = of_theta(terms, self.layout.size)
             result.append((terms, is_gaussian, draw))
@@ -144,28 +142,30 @@ class BoundLikelihood(BoundPrior):
 
     def _row_records(self, theta: Array, row: Arrays, states: Mapping[str, Array]) -> dict[str, SiteRecord]:
         """The records of a run on one row. theta: (P + K,), with the row's own continuous variables."""
-        assert self.row_latents is not None
         size = self.layout.size
         sites = self.layout.unravel(theta[:size]) | self.row_latents.continuous.unravel(theta[size:])
-        return sample_sites(*self._run(self._with_data(row), sites, states=states))
+        return sample_sites(*self._run(row, sites, states=states))
 
-    def _with_data(self, row: Arrays) -> Arrays:
-        """A row, or all data of a whole program."""
-        return {**self.example_row, **row} if self.whole else row
-
-    def values_by_state(self) -> dict[str, Array]:
-        """Values of the latent sites of a whole program at one theta, with the first state of all discrete ones, with
-        the second, and so on: (states, ...) each."""
-        assert self.row_latents is not None
+    def _check_supports(self) -> None:
+        """:raises NotImplementedError: naming a latent site of a whole program whose support depends on states that are
+        summed over."""
         states, shapes = self.row_latents.states, self.row_latents.shapes
         theta = jnp.asarray(np.random.default_rng(0).normal(size=self.layout.size), self.dtype)
 
-        def at(place: Array) -> dict[str, Array]:
+        def with_states(place: Array) -> dict[str, Array]:
+            """The latent sites' values with one state of each discrete site."""
             chosen = {name: jnp.broadcast_to(one, shapes[name]) for name, one in states_at(states, place).items()}
             records = self._row_records(theta, self.shared, chosen)
             return {name: records[name].value for name in self.layout.site_names}
 
-        return at_once(lambda: lax.map(at, jnp.arange(most_states(states))))
+        by_state = at_once(lambda: lax.map(with_states, jnp.arange(most_states(states))))
+        for name, values in by_state.items():
+            if not np.array_equal(values, np.broadcast_to(values[0], values.shape), equal_nan=True):
+                raise NotImplementedError(
+                    f"site {name!r}: its support depends on discrete latent sites, over whose states the density of "
+                    "one value is summed. Sample it on a support of its own, such as (0, 1), and scale it: "
+                    f"numpyro.deterministic({name!r}, high[state] * share)."
+                )
 
     def row_latents_at(
         self,
@@ -179,9 +179,8 @@ class BoundLikelihood(BoundPrior):
 
         :param given: unconstrained values of some, and ``states`` of discrete ones; others are drawn.
         """
-        assert self.row_latents is not None
         sites = self.layout.unravel(theta) | dict(given)
-        records = sample_sites(*self._run(self._with_data(row), sites, rng_key, states=states))
+        records = sample_sites(*self._run(row, sites, rng_key, states=states))
         return {name: records[name].value for name in self.row_latents.site_names}
 
     @functools.cached_property
@@ -222,7 +221,7 @@ class BoundLikelihood(BoundPrior):
             return length
         return sum(max(terms.num_elements * self._num_pieces, len(terms.sites)) for terms in self.terms)
 
-    def log_likelihood(self, theta: Array, rows: Arrays, site: str | None = None) -> dict[str, Array]:
+    def log_likelihood(self, theta: Array, rows: Arrays) -> dict[str, Array]:
         """Log-likelihood of each row by observed site, (n, *elements); auxiliary factors under their own names.
 
         Variables of the row's own are integrated out; what they enter is then summed over its elements. Sites that
@@ -232,29 +231,25 @@ class BoundLikelihood(BoundPrior):
         """
         integrated = {terms.site: terms for terms in self.terms if terms.site in self._integrated}
         outside = [name for name in self._row_sites if name not in self._tied]
-        names = [name for name in (*outside, *integrated) if site in (None, name)]
         if self.whole:
-            others = [name for name in names if name not in integrated]
-            terms = self._log_probs(theta, self.example_row, others) if others else {}
-            arrays = {name: jnp.atleast_1d(terms[name]) for name in others}
+            arrays = {n: jnp.atleast_1d(x) for n, x in self._log_probs(theta, self.example_row, outside).items()}
             axes = {name: min(self.row_axis(name), array.ndim - 1) for name, array in arrays.items()}
-            of_others = {name: jnp.moveaxis(array, axes[name], 0) for name, array in arrays.items()}
+            of_outside = {name: jnp.moveaxis(array, axes[name], 0) for name, array in arrays.items()}
             inputs = {**rows, **self.shared}
-            return of_others | {n: integrated[n].log_probs(theta, inputs).ravel() for n in names if n in integrated}
+            return of_outside | {name: terms.log_probs(theta, inputs).ravel() for name, terms in integrated.items()}
         axes = self._row_axes
 
         def one(row):
             row = {k: v[None] for k, v in row.items()}
-            integrals = {name: self._log_integral(integrated[name], theta, row) for name in names if name in integrated}
-            others = [name for name in names if name not in integrated]
+            integrals = {name: self._log_integral(terms, theta, row) for name, terms in integrated.items()}
             if not self.local.size:
-                terms = self._log_probs(theta, row, others) if others else {}
-                return integrals | {name: _drop_axis(terms[name], axes[name]) for name in others}
+                terms = self._log_probs(theta, row, outside)
+                return integrals | {name: _drop_axis(x, axes[name]) for name, x in terms.items()}
             points, weights = normal_rule(self.local.size)
 
             def at(z):
                 everything = jnp.concatenate([theta, z])
-                return {name: jnp.sum(x) for name, x in self._log_probs(everything, row, others).items()}
+                return {name: jnp.sum(x) for name, x in self._log_probs(everything, row, outside).items()}
 
             densities = jax.vmap(at)(jnp.asarray(points, self.dtype))
             return {name: logsumexp(x, b=jnp.asarray(weights, self.dtype)) for name, x in densities.items()}
@@ -298,9 +293,10 @@ class BoundLikelihood(BoundPrior):
             return tuple(name for name in factors if self._row_axes[name] is not None)
         return tuple(name for name in factors if self.row_plates.intersection(self.plates.get(name, ())))
 
-    def _log_probs(self, theta, rows, names):
-        records = self.records(theta, rows)
-        return {name: _log_prob(records[name]) for name in names}
+    def _log_probs(self, theta: Array, rows: Arrays, names: list[str]) -> dict[str, Array]:
+        records = self.records(theta, rows) if names else {}
+        with numpyro.validation_enabled(False):
+            return {n: jnp.asarray(records[n].fn.log_prob(records[n].value)) * records[n].weight for n in names}
 
     def predictors(self, gaussian: Family, rows: Arrays, site: str) -> tuple[Array, Array]:
         """Mean (n, E, C) and covariance (n, E, C, C) of a site's predictors under a Gaussian.
@@ -350,8 +346,7 @@ class BoundLikelihood(BoundPrior):
         unconstrained, states = latents
         given = self.layout.unravel(theta) | dict(unconstrained)
         records = sample_sites(*self._run(rows, given, states=states)) if states else self._records(given, rows)
-        own = () if self.row_latents is None else self.row_latents.site_names
-        return {name: elements(records[name]) for name in (*self._row_sites, *own)}
+        return {name: elements(records[name]) for name in (*self._row_sites, *self.row_latents.site_names)}
 
     def find_sparsity(self, rows: Arrays) -> Sparsity | None:
         """The few entries of theta that each term depends on in any row; None if they are many, or theta is short.
@@ -359,19 +354,12 @@ class BoundLikelihood(BoundPrior):
         :param rows: as :meth:`inputs` gives them.
         """
         exact = all(t.closed_form is Gaussian or not t.num_predictors for t in self.prior.gaussian)
-        prior_terms = (*self.prior.gaussian, *self.prior.terms)
-        is_masked = any(t.site in self.layout.shapes and not t.num_predictors for t in prior_terms)
+        of_rows, of_prior = self._readers
+        is_masked = any(t.site in self.layout.shapes and not t.num_predictors for t in of_prior.all_terms)
         if self.prior.normal_sites or is_masked or not exact:
             return None
-        return find_sparsity(
-            self.layout,
-            self.dtype,
-            self.terms,
-            prior_terms,
-            dict(rows) | self.shared_elsewhere,
-            self.prior_inputs | self.shared_elsewhere,
-            self._readers,
-        )
+        elsewhere = self.shared_elsewhere
+        return find_sparsity(self.layout, of_rows, of_prior, dict(rows) | elsewhere, self.prior_inputs | elsewhere)
 
     @property
     def is_conjugate(self) -> bool:
@@ -386,8 +374,3 @@ class BoundLikelihood(BoundPrior):
 
 def _drop_axis(array: Array, axis: int | None) -> Array:
     return array if axis is None else jnp.squeeze(array, axis)
-
-
-def _log_prob(record: SiteRecord) -> Array:
-    with numpyro.validation_enabled(False):
-        return jnp.asarray(record.fn.log_prob(record.value)) * record.weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +18,17 @@ from ...core.compilation import abstractly, at_once
 from ...core.jaxprs.interpret import depends_on
 from ...core.pytrees import PyTree
 from ..data.arguments import PARAMS, absent_arguments
-from ..data.rows import Arrays, Keywords, linspace_indices, num_rows
+from ..data.rows import Arrays, Keywords, common_length, linspace_indices, num_rows
 from ..handlers.conditional import PREFIX
 from ..handlers.tracing import (
     base_distribution,
     elements,
+    plates_of,
+    run_model,
     sample_sites,
     site_transform,
 )
-from ..layout import Layout, layout_of
+from ..layout import Layout
 from ..terms.local_sites import LocalSites, RowFacts, bounds_of, most_states, states_at, states_between
 from . import validation
 from .model_runs import ModelRuns, Parameters, ReadingOptions, Replay, parameters_of
@@ -80,14 +83,22 @@ class BoundModel(ModelRuns):
 
     # ------------------------------------------------------------------ reading the model
     def _find_row_plates(self, rows: Arrays) -> tuple[frozenset[str], list[str]]:
-        """Plates over the rows, and the observed sites, of which there must be one."""
-        given = [*rows, *self.model_kwargs]
-        plates, observed = validation.find_row_plates(
-            self.model, rows, self.model_kwargs, concrete=self.whole, evaluates=self.evaluates
-        )
+        """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites, of
+        which there must be one."""
+
+        def run(rows: Arrays) -> tuple[dict[str, tuple[str, ...]], list[str], dict[str, int]]:
+            with self.evaluating():
+                trace, runner = run_model(self.model, rows, self.model_kwargs)
+            observed = {name: site for name, site in sample_sites(trace, runner).items() if site.is_observed}
+            validation.check_outcomes_shape(observed)
+            return plates_of(trace), list(observed), runner.plate_size
+
+        given, length = [*rows, *self.model_kwargs], common_length(rows)
+        plates, observed, sizes = self.abstractly(run, rows)
         if not self.whole or rows or absent_arguments(self.model, given):
             validation.check_has_outcome(observed, self.model, given)
-        return plates, observed
+        around = {plate for name in observed for plate in plates[name]}
+        return frozenset(plate for plate in around if sizes.get(plate) == length), observed
 
     def _read_sites(self, rows: Arrays, observed: list[str], row_facts: RowFacts | None, *, marginal: bool) -> None:
         """Set the sites, and which latent ones are global (``layout``), and which of single rows."""
@@ -108,12 +119,12 @@ class BoundModel(ModelRuns):
         elif marginal:
             of_rows = self._discrete_sites()
         latents = {n: s.unconstrained_shape for n, s in self.sites.items() if not (s.is_observed or s.is_discrete)}
-        given = [name for name in self._names_of("param") if name.startswith(PREFIX)]  # of a conditional model
+        given = [name for name in self._param_names if name.startswith(PREFIX)]  # of a conditional model
         validation.check_has_latents([*latents, *given], self._discrete_sites())
-        validation.check_continuous(self.sites, of_rows, "marginal" if marginal else "prior")
-        self.layout = layout_of({name: shape for name, shape in latents.items() if name not in of_rows})
+        validation.check_continuous(self.sites, of_rows, marginal=marginal)
+        self.layout = Layout({name: shape for name, shape in latents.items() if name not in of_rows})
         validation.check_shared(self.layout, of_rows)
-        own = layout_of({name: shape for name, shape in latents.items() if name in of_rows})
+        own = Layout({name: shape for name, shape in latents.items() if name in of_rows})
         if not of_rows:
             return
         if marginal:
@@ -193,7 +204,7 @@ class BoundModel(ModelRuns):
 
         :raises NotImplementedError: for sites that hold more than an array.
         """
-        if not self._names_of("param"):
+        if not self._param_names:
             return self.params
         theta = jax.device_put(np.zeros(self.layout.size + self.local.size, self.dtype))
 
@@ -222,6 +233,11 @@ class BoundModel(ModelRuns):
         return {PARAMS: self.params.values} if self.params.layout.size else {}
 
     @property
+    def example_inputs(self) -> dict[str, Any]:
+        """An example of what the terms of a row take."""
+        return self.shared if self.whole else {**self.example_row, **self.shared}
+
+    @property
     def shared_elsewhere(self) -> dict[str, Array]:
         """Such inputs with other values, to see which inputs terms depend on: where ``numpyro.param`` sites start,
         often at zero, a product may not depend on its other factor, and states may be alike."""
@@ -248,17 +264,17 @@ class BoundModel(ModelRuns):
     @property
     def local_names(self) -> tuple[str, ...]:
         """Latent sites with a value for each row that are no part of theta."""
-        return self.local.site_names if self.row_latents is None else self.row_latents.site_names
+        return (*self.local.site_names, *self.row_latents.site_names)
 
     @property
     def continuous_local_names(self) -> tuple[str, ...]:
         """The continuous ones of :attr:`local_names`; NumPyro sums over the others itself."""
-        return self.local.site_names if self.row_latents is None else self.row_latents.continuous.site_names
+        return (*self.local.site_names, *self.row_latents.continuous.site_names)
 
     def row_latents_of(self, rows: Arrays, rng: np.random.Generator) -> tuple[tuple, tuple]:
         """Values for the latent variables of some rows, to try things with: for :meth:`site_elements` of all rows, and
         of each row by itself, with a leading axis."""
-        local = LocalSites(self.local, {}, {}) if self.row_latents is None else self.row_latents
+        local = LocalSites(self.local, {}, {}) if self.local.size else self.row_latents
         if not local.site_names:
             return ({}, {}), ({}, {})
         total, infos = num_rows(rows), self._describe(rows)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,22 +16,22 @@ from jax import Array, lax
 from ...core.compilation import jit_once
 from ...core.gaussians import FullGaussian
 from ...core.jaxprs.given_bits import of_given_bits
-from ...core.updates.state import State
-from ..data.arguments import CONSTANTS, PARAMS, SHARED
+from ...core.jaxprs.interpret import partial_evaluation
+from ...core.updates.state import CanonicalGaussian, State
+from ..data.arguments import CONSTANTS, PARAMS
 from ..data.rows import Arrays, Rows, num_rows
-from ..handlers.data_prior import DataPrior, PriorConstants, SiteArrays, data_dependence, data_prior, described, of_site
+from ..handlers.data_prior import DataPrior, PriorConstants, data_dependence
 from ..handlers.tracing import REACH, SiteRecord, elements, site_transform
-from ..layout import Layout, layout_of
+from ..layout import Layout
 from ..terms.site_terms import site_terms
 from ..terms.terms import Terms
 from .bound_model import BoundModel, ImproperPrior
 from .prior import Prior, normal_site, split_prior
 from .prior_start import (
     NUM_DRAWS,
-    IndependentPrior,
     PriorMarginals,
+    factor_of_marginals,
     gaussian_parts,
-    independent_prior,
     initial_state,
     is_flat,
     marginals,
@@ -67,14 +68,16 @@ class BoundPrior(BoundModel):
         theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
         return data_dependence(self._prior_records_of, self.example_row, self.example_rows, theta, self.params.values)
 
-    def _prior_records_of(self, rows, theta, params) -> dict[str, SiteArrays]:
+    def _prior_records_of(self, rows, theta, params) -> dict[str, SiteRecord]:
         records = self._records(self.layout.unravel(theta), {**rows, PARAMS: params})
-        return {name: of_site(records[name]) for name in (*self.layout.site_names, *self._prior_sites)}
+        return {name: records[name] for name in (*self.layout.site_names, *self._prior_sites)}
 
     @property
     def prior_reads(self) -> str:
         """The first site of the prior that reads the data, and what it reads, for messages."""
-        return described(self._arrays_read)
+        site, names = next(iter(self._arrays_read.items()))
+        read = f"the data array {sorted(names)[0]!r}" if names else "the number of rows"
+        return f"the prior of site {site!r} reads {read}"
 
     def _read_data_prior(
         self, usable: Rows | None, constants: PriorConstants | None = None
@@ -85,19 +88,14 @@ class BoundPrior(BoundModel):
         :param constants: what they determine, from an earlier reading.
         :raises ValueError: if rows are needed and not at hand.
         """
-        if constants is not None:
-            return self._data_prior_of(constants.num_rows), constants
-        if usable is None:
+        if constants is None and usable is None:
             raise ValueError(
                 f"{self.prior_reads}, and not all rows are at hand: in a stream, or in a run that goes on "
                 "from another. Compute what it needs beforehand, and pass it as a keyword argument of run()."
             )
-        prior = self._data_prior_of(num_rows(usable))
-        return prior, prior.constants(usable)
-
-    def _data_prior_of(self, total: int) -> DataPrior:
-        """The prior of sites that read the data, of ``total`` rows."""
+        total = num_rows(usable or {}) if constants is None else constants.num_rows
         theta, params = jax.device_put(np.zeros(self.layout.size, self.dtype)), self.params.values
+        form = {n: jax.ShapeDtypeStruct((total, *x.shape[1:]), x.dtype) for n, x in sorted(self.example_row.items())}
 
         def records(rows, theta, params):
             of_sites = self._prior_records_of(rows, theta, params)
@@ -106,18 +104,22 @@ class BoundPrior(BoundModel):
         def draw(rows, rng_key, params):
             return self._draw(rng_key, {**rows, PARAMS: params})
 
-        return data_prior(records, draw, self.example_row, total, theta, params)
+        prior = DataPrior(
+            partial_evaluation(records, form, theta, params),
+            partial_evaluation(draw, form, jax.random.key(0), params),
+        )
+        return prior, constants or prior.constants(usable or {})
 
     def _read_prior(self, usable: Callable[[], Rows | None], constants: PriorConstants | None) -> None:
         """Set the prior and what depends on it. ``usable``: as :meth:`_read_data_prior` takes it, when it is needed."""
         self._arrays_read = self._find_prior_arrays()
         if self._arrays_read:
             self.data_prior, self.constants = self._read_data_prior(None if constants else usable(), constants)
-        if self.whole and self.row_latents is None:
+        if self.whole and not self.row_latents.site_names:
             records = lambda sites: self._records(sites, self.example_row)  # noqa: E731
             self.unread = unread_entries(records, self.layout, self.dtype)
         self.prior = self._find_prior()
-        self._gaussian_parts = jit_once(lambda inputs: gaussian_parts(self.prior, self.layout.size, self.dtype, inputs))
+        self._gaussian_parts = jit_once(partial(gaussian_parts, self.prior))
 
     def _find_prior(self) -> Prior:
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
@@ -125,12 +127,12 @@ class BoundPrior(BoundModel):
             site_terms(self._site_runner(s), s, theta, self.prior_inputs, prefer_parameters=False)
             for s in self._own_prior_sites
         ]
-        normal_sites, start = [], 0
-        for name, size in self.layout.sizes.items():
-            stop = start + size
-            if name not in self.mixed_sites:
-                normal_sites.append(normal_site(self._site_runner(name), name, start, stop, theta, self.prior_inputs))
-            start = stop
+        ends = np.cumsum([0, *self.layout.sizes.values()]).tolist()
+        normal_sites = [
+            normal_site(self._site_runner(name), name, start, stop, theta, self.prior_inputs)
+            for name, start, stop in zip(self.layout.site_names, ends, ends[1:])
+            if name not in self.mixed_sites
+        ]
         return split_prior(
             [*terms, *self.mixed_priors], [site for site in normal_sites if site is not None], theta, self.prior_inputs
         )
@@ -152,12 +154,7 @@ class BoundPrior(BoundModel):
             return record_of_unread(of_site, self.unread[of_site], sites[of_site])
         if name in self._arrays_read:
             return self._proper(self._data_records(self.layout.ravel(sites), row)[name])
-        own = any(key not in SHARED for key in row)
-        return self._proper(self._record(name, sites, row if own else {**self.example_row, **row}))
-
-    def _run_all(self, theta: Array, row: Arrays) -> dict[str, SiteRecord]:
-        """The records of all sites of a whole program, as ``_site_runner`` gives those of one."""
-        return self.records(theta, {**self.example_row, **row})
+        return self._proper(self._record(name, sites, row))
 
     def site_given(self, site: str, given: Mapping[str, Array]) -> tuple[Callable, Layout, dict[str, Any]]:
         """The record of a site as a function of the other latent sites, as :func:`site_terms` takes it.
@@ -167,11 +164,8 @@ class BoundPrior(BoundModel):
             one row; an example of rows, or of what the prior's terms take.
         """
         everything = self.layout.shapes | (self.local.shapes if site in self._row_sites else {})
-        others = layout_of({name: shape for name, shape in everything.items() if name not in given})
-        if site not in self._row_sites:
-            example = self.prior_inputs
-        else:
-            example = self.shared if self.whole else {**self.example_row, **self.shared}
+        others = Layout({name: shape for name, shape in everything.items() if name not in given})
+        example = self.example_inputs if site in self._row_sites else self.prior_inputs
 
         def run_site(theta: Array, row: Arrays) -> SiteRecord:
             return self._proper_record(site, dict(given) | others.unravel(theta), row)
@@ -206,7 +200,7 @@ class BoundPrior(BoundModel):
         if self._is_gaussian and not (self.whole and self._is_flat_somewhere):
             return None
         draws = self._draws_of_prior(NUM_DRAWS, NUM_DRAWS)
-        return moments_of_draws(self.prior, self.layout.size, draws, self._is_real)
+        return moments_of_draws(self.prior, draws, self._is_real)
 
     @property
     def _is_real(self) -> np.ndarray:
@@ -217,14 +211,12 @@ class BoundPrior(BoundModel):
     def initial_state(self) -> State:
         """The prior, or a Gaussian fitted to it, as the state before the first row."""
         parts = self._gaussian_parts(self.prior_inputs)
-        return initial_state(self.prior, self.layout.size, self.dtype, self._moments_of_draws, parts)
+        return initial_state(self.prior, self._moments_of_draws, parts)
 
     def initial_state_at(self, params: Array | np.ndarray) -> State:
         """:attr:`initial_state` as a differentiable function of the ``numpyro.param`` sites (K,), in unconstrained
         space."""
-        return state_at(
-            self.prior, self.layout.size, self.dtype, self._moments_of_draws, self.prior_inputs | {PARAMS: params}
-        )
+        return state_at(self.prior, self._moments_of_draws, self.prior_inputs | {PARAMS: params})
 
     def _draws_of_prior(self, count: int, batch: int, indices: np.ndarray | None = None) -> Array:
         """Entries of draws from the prior, (count, P), made so many at a time. ``indices``: of the entries, all by
@@ -243,15 +235,14 @@ class BoundPrior(BoundModel):
         return jit_once(draws)(draw.words(count), self._draw_constants)
 
     @functools.cached_property
-    def independent_prior(self) -> IndependentPrior:
-        """A Gaussian of independent entries that approximates the prior, before the first row."""
-        return independent_prior(self.prior, self.marginals, self.layout.size, self.dtype, self.prior_inputs)
-
-    @functools.cached_property
     def marginals(self) -> PriorMarginals:
         """The entries of theta under the prior, each for itself."""
-        prior, size, shared = self.prior, self.layout.size, self.prior_inputs
-        return marginals(prior, size, self.dtype, self._draws_of_prior, shared, self._is_real)
+        return marginals(self.prior, self._draws_of_prior, self.prior_inputs, self._is_real)
+
+    @functools.cached_property
+    def factor_of_marginals(self) -> CanonicalGaussian | None:
+        """See :func:`~.prior_start.factor_of_marginals`."""
+        return factor_of_marginals(self.prior, self.marginals, self.prior_inputs)
 
     # ------------------------------------------------------------------ draws and densities
     def prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:
@@ -264,22 +255,7 @@ class BoundPrior(BoundModel):
         """Records of the sites of the prior that read the data. ``inputs``: as :attr:`prior_inputs`."""
         if self.data_prior is None:
             return {}
-        of_sites = self.data_prior.records.finish(inputs[CONSTANTS], theta, inputs.get(PARAMS, self.params.values))
-        unconstrained = self.layout.unravel(theta)
-        return {
-            name: SiteRecord(
-                name,
-                arrays.fn,
-                arrays.value,
-                unconstrained.get(name),
-                arrays.log_abs_det,
-                arrays.weight,
-                self.plates[name],
-                self.sites[name].is_observed,
-                self.sites[name].is_auxiliary,
-            )
-            for name, arrays in of_sites.items()
-        }
+        return self.data_prior.records.finish(inputs[CONSTANTS], theta, inputs.get(PARAMS, self.params.values))
 
     def _draw_prior(self, rng_key: Array, constants: tuple[Array, ...] | None) -> Array:
         """theta (P,) from the prior. ``constants``: what the data determine of it, if it reads them."""

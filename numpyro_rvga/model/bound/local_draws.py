@@ -19,13 +19,11 @@ def draw_row_latents(program: BoundLikelihood, rng_key: Array, theta: Array, row
 
     :param theta: (P,). :param rows: n of them.
     """
-    latents = program.row_latents
-    assert latents is not None
 
     def of_row(rng_key: Array, row: Arrays) -> dict[str, Array]:
         row = {name: value[None] for name, value in row.items()} | program.shared  # none of a whole program
         key, rest_key = jax.random.split(rng_key)
-        states, _, z = _drawn_of_row(program, key, theta, row)
+        states, _, z = drawn_of_row(program, key, theta, row)
         return program.row_latents_at(rest_key, theta, row, z, states)
 
     if program.whole:
@@ -35,18 +33,12 @@ def draw_row_latents(program: BoundLikelihood, rng_key: Array, theta: Array, row
     return {name: jnp.moveaxis(jnp.squeeze(x, axes[name] + 1), 0, axes[name]) for name, x in draws.items()}
 
 
-def draw_states(program: BoundLikelihood, rng_key: Array, theta: Array) -> tuple[dict[str, Array], Array]:
-    """States of a whole program's discrete sites that something is observed of, drawn given theta (P,), and the
-    logarithm of their probability."""
-    return _drawn_of_row(program, rng_key, theta, program.shared)[:2]
-
-
-def _drawn_of_row(
+def drawn_of_row(
     program: BoundLikelihood, rng_key: Array, theta: Array, row: Arrays
 ) -> tuple[dict[str, Array], Array, dict[str, Array]]:
-    """Draws of the sites that outcomes depend on: states, their log probability, and unconstrained values."""
+    """Draws of the sites that outcomes depend on, given theta (P,): states, their log probability, and unconstrained
+    values. ``row``: with what rows share; of a whole program that alone."""
     latents = program.row_latents
-    assert latents is not None
     observed, log_prob = _observed_of(program), jnp.zeros((), program.dtype)
     z = jnp.zeros(latents.continuous.size, program.dtype)
     states = jnp.zeros(len(latents.entries), int)
@@ -82,7 +74,6 @@ def _observed_of(program: BoundLikelihood) -> set[str]:
 def _entries_drawn(program: BoundLikelihood) -> dict[str, list[bool]]:
     """Which entries of each local site are drawn with the terms that they share."""
     latents = program.row_latents
-    assert latents is not None
     components = [component for component, _ in program.row_parts]
     continuous = {int(i) for component in components for i in component.continuous.ravel()}
     discrete = {latents.entries[i] for component in components for i in component.discrete.ravel()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -33,7 +34,7 @@ from ..handlers.tracing import (
     sample_sites,
     site_info,
 )
-from ..layout import Layout, layout_of
+from ..layout import Layout
 from ..terms.local_sites import LocalSites
 
 Tree = TypeVar("Tree")
@@ -50,7 +51,6 @@ class _Trace(NamedTuple):
     jaxpr: jex_core.ClosedJaxpr
     structure: Any
     static: list[Any]
-    is_traced: list[bool]
 
 
 class Replay:
@@ -63,18 +63,16 @@ class Replay:
         self._function = function
         self._traces: dict[tuple, _Trace] = {}
 
-    def __call__(self, *inputs: Any) -> Any:
-        trace, arrays = self._traced_at(inputs)
-        return _evaluated(trace, arrays)
+    def __call__(self, *inputs: Any, entry: str | None = None) -> Any:
+        """``entry``: of the mapping that the function returns, the one to evaluate; default: all."""
+        trace, arrays = self._traced_at(inputs, entry)
+        computed = iter(jex_core.jaxpr_as_fun(trace.jaxpr)(*arrays))
+        leaves = [next(computed) if x is None else x for x in trace.static]
+        return jax.tree.unflatten(trace.structure, leaves)
 
     def trace(self, *inputs: Any) -> None:
         """Trace the function for inputs of this form, if it has not been."""
         self._traced_at(inputs)
-
-    def entry(self, name: str, *inputs: Any) -> Any:
-        """One entry of the mapping that the function returns: nothing else of it is evaluated."""
-        trace, arrays = self._traced_at(inputs, name)
-        return _evaluated(trace, arrays)
 
     def _traced_at(self, inputs: tuple, name: str | None = None) -> tuple[_Trace, list[Array]]:
         leaves, structure = jax.tree.flatten(inputs)
@@ -91,27 +89,19 @@ class Replay:
 
         def flat(*arrays: Array) -> list[Array]:
             leaves, of_outputs = jax.tree.flatten(self._function(*jax.tree.unflatten(structure, arrays)))
-            traced = [isinstance(leaf, Tracer) for leaf in leaves]
-            outputs[:] = of_outputs, [None if t else leaf for t, leaf in zip(traced, leaves)], traced
+            outputs[:] = of_outputs, [None if isinstance(leaf, Tracer) else leaf for leaf in leaves]
             return [leaf for leaf in leaves if isinstance(leaf, Tracer)]
 
         return _Trace(jax.make_jaxpr(full_precision()(flat))(*arrays), *outputs)
-
-
-def _evaluated(trace: _Trace, arrays: list[Array]) -> Any:
-    computed = iter(jex_core.jaxpr_as_fun(trace.jaxpr)(*arrays))
-    leaves = [next(computed) if t else x for t, x in zip(trace.is_traced, trace.static)]
-    return jax.tree.unflatten(trace.structure, leaves)
 
 
 def _entry_of(trace: _Trace, name: str | None) -> _Trace:
     """The trace of one entry of the mapping, with the equations that the entry depends on."""
     numbers = jax.tree.unflatten(trace.structure, list(range(len(trace.static))))[name]
     kept, structure = jax.tree.flatten(numbers)
-    place = np.cumsum(trace.is_traced) - 1  # among the jaxpr's outputs
-    shorter = of_outputs(trace.jaxpr, [place[number] for number in kept if trace.is_traced[number]])
-    static, is_traced = ([values[number] for number in kept] for values in (trace.static, trace.is_traced))
-    return _Trace(shorter, structure, static, is_traced)
+    place = np.cumsum([x is None for x in trace.static]) - 1  # among the jaxpr's outputs
+    shorter = of_outputs(trace.jaxpr, [place[number] for number in kept if trace.static[number] is None])
+    return _Trace(shorter, structure, [trace.static[number] for number in kept])
 
 
 class Parameters(NamedTuple):
@@ -144,7 +134,7 @@ def parameters_of(trace: Mapping[str, dict], dtype) -> Parameters:
         initial[name] = transforms[name].inv(jnp.asarray(site["value"], dtype))
         if not jnp.all(jnp.isfinite(initial[name])):
             raise ValueError(f"numpyro.param site {name!r} starts at {site['value']}, outside its constraint.")
-    layout = layout_of({name: value.shape for name, value in initial.items()})
+    layout = Layout({name: value.shape for name, value in initial.items()})
     return Parameters(layout, transforms, layout.ravel(initial) if initial else jax.device_put(np.zeros(0, dtype)))
 
 
@@ -179,7 +169,7 @@ class ModelRuns:
     :ivar sites: what is static about each sample site.
     :ivar layout: of theta (P,).
     :ivar local: the layout of Normal latent variables of single rows, of which the conditional prior is part of q.
-    :ivar row_latents: latent variables of single rows that are integrated out; None if there are none.
+    :ivar row_latents: latent variables of single rows that are integrated out.
     :ivar params: the ``numpyro.param`` sites. :ivar row_plates: plates over the rows.
     :ivar example_row: one row. :ivar example_rows: several. Of a whole program: all of them, both times.
     """
@@ -194,11 +184,12 @@ class ModelRuns:
         self.model, self.model_kwargs, self.options = model, dict(model_kwargs), options
         self.improper_prior_scale, self.whole, self.evaluates, *_ = options
         self.dtype = jnp.result_type(float)
-        self.layout, self.local = layout_of({}), layout_of({})
+        self.layout, self.local = Layout({}), Layout({})
         self.params = parameters_of({}, self.dtype)
-        self.row_latents: LocalSites | None = None
-        self._replay, self._replays, self._can_replay = Replay(self._replayable), False, True
-        self._types: dict[str, str] = {}  # of sites
+        self.row_latents = LocalSites(Layout({}), {}, {})
+        self._replay, self._can_replay = Replay(self._replayable), True
+        self._param_names: list[str] = []
+        self._deterministic_names: list[str] = []  # of sites that are numbers
         self._description: Description | None = None  # of the last run
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         self._any_key = np.zeros(key.shape, key.dtype)  # where any draws will do
@@ -214,7 +205,7 @@ class ModelRuns:
     def runner(self, num_rows: int) -> RowRunner:
         """The model with latents that are drawn, its parameters and its plates at this number of rows."""
         params = self.params.constrained(self.params.values)
-        return RowRunner(self.model, self.row_plates, num_rows, {}, params=params)
+        return RowRunner(self.model, self.row_plates, num_rows, params=params)
 
     def _run(self, rows, unconstrained, rng_key=None, params=None, states=None):
         """NumPyro's trace of one run, and the handler that substituted its sites.
@@ -224,7 +215,6 @@ class ModelRuns:
         :param params: the ``numpyro.param`` sites by name; default: as in ``rows``, or else where they stand.
         :param states: values of discrete latent sites.
         """
-        arrays = {name: value for name, value in rows.items() if name not in SHARED}
         if params is None:
             params = self.params.constrained(rows.get(PARAMS, self.params.values))
         with (
@@ -233,7 +223,7 @@ class ModelRuns:
         ):  # parameters that a few rows give need not be those of all rows
             return run_model(
                 self.model,
-                arrays,
+                self._arrays_of(rows),
                 self.model_kwargs,
                 row_plates=self.row_plates,
                 unconstrained=unconstrained,
@@ -243,9 +233,9 @@ class ModelRuns:
                 states=states,
             )
 
-    def _names_of(self, site_type: str) -> list[str]:
-        """The sites of one of NumPyro's types; deterministic ones if they are numbers."""
-        return [name for name, its_type in self._types.items() if its_type == site_type]
+    def _arrays_of(self, rows: Arrays) -> Arrays:
+        """The data arrays among what terms take; the example row's, if there are none: all data of a whole program."""
+        return {name: value for name, value in rows.items() if name not in SHARED} or self.example_row
 
     def jitted(self, function: Callable[[Arrays], Tree], rows: Arrays) -> Tree:
         """The result of a function of rows, compiled. A whole program's data have their values there."""
@@ -256,53 +246,44 @@ class ModelRuns:
         values there."""
         return abstractly(lambda: function(rows)) if self.whole else abstractly(function, rows)
 
-    def _records(self, unconstrained, rows, key=None) -> dict[str, SiteRecord]:
-        """Every sample site, with latents drawn that are not given. The model's code runs once for each form of the
-        arguments."""
-        replayed, arguments = self._call(unconstrained, rows, key)
-        return self._replay(*arguments) if replayed else self._records_of(*arguments)
-
     def _record(self, name: str, unconstrained, rows, key=None) -> SiteRecord:
         """One sample site; of the others, what it depends on is computed alone."""
-        replayed, arguments = self._call(unconstrained, rows, key)
-        return self._replay.entry(name, *arguments) if replayed else self._records_of(*arguments)[name]
+        return self._records(unconstrained, rows, key, name)
 
-    def _call(self, unconstrained, rows, key) -> tuple[bool, tuple]:
-        """Whether a run is one that has been traced, or can be; and the arguments of :meth:`_records_of`."""
-        arrays = {name: value for name, value in rows.items() if name not in SHARED}
-        params = rows.get(PARAMS, self.params.values)
+    def _records(self, unconstrained, rows, key=None, name: str | None = None) -> Any:
+        """Every sample site by name, or the one of a ``name``, with latents drawn that are not given. The model's code
+        runs once for each form of the arguments."""
+        arrays, params = self._arrays_of(rows), rows.get(PARAMS, self.params.values)
         is_own = self.whole and all(arrays[name] is self.example_row[name] for name in arrays)
-        if self._replays and (is_own or not self.whole):
+        if self._can_replay and (is_own or not self.whole):
             traced = dict(unconstrained), None if is_own else arrays, params, key
             self._replay.trace(*traced)
-            if self._replays:  # still, of these arguments too
-                return True, traced
-        return False, (unconstrained, arrays, params, key)
+            if self._can_replay:  # still, of these arguments too
+                return self._replay(*traced, entry=name)
+        records = self._records_of(unconstrained, arrays, params, key)
+        return records if name is None else records[name]
 
     def _records_of(self, unconstrained, arrays, params, key=None) -> dict[str, SiteRecord]:
         """:param arrays: rows; None: the program's own, which have values. :param key: of draws, its data: states are
         drawn too, and the first ones otherwise."""
-        states = None if self.row_latents is None or key is not None else self.row_latents.first_states()
+        states = self.row_latents.first_states() if key is None else None
         rows = {**(self.example_row if arrays is None else arrays), PARAMS: params}
         rng_key = None if key is None else jax.random.wrap_key_data(key)
         trace, runner = self._run(rows, unconstrained, rng_key, states=states)
         records = sample_sites(trace, runner)
+        numbers = {name: value for name, value in deterministic_sites(trace).items() if _is_numeric(value)}
         shapes = {name: log_prob_shape(record) for name, record in records.items() if record.is_observed}
-        shapes |= {name: jnp.shape(x) for name, x in deterministic_sites(trace).items() if _is_numeric(x)}
+        shapes |= {name: jnp.shape(value) for name, value in numbers.items()}
         self._description = {name: site_info(record) for name, record in records.items()}, plates_of(trace), shapes
-        self._types = {
-            name: site["type"]
-            for name, site in trace.items()
-            if site["type"] != "deterministic" or _is_numeric(site["value"])
-        }
+        self._param_names = [name for name, site in trace.items() if site["type"] == "param"]
+        self._deterministic_names = list(numbers)
         # A trace of what cannot be replayed is kept empty: once is for all, also where values are no tracers.
         self._can_replay &= not self.evaluates and all(is_numpyros(record.fn) for record in records.values())
-        self._replays = self._can_replay
         return records
 
     def _replayable(self, *arguments: Any) -> dict[str, SiteRecord]:
         records = self._records_of(*arguments)
-        return records if self._replays else {}
+        return records if self._can_replay else {}
 
     def _describe(self, rows, unconstrained: Mapping[str, Array] | None = None) -> Description:
         """The static description of all sites on these rows, and their plates; see :data:`Description`.
@@ -337,7 +318,7 @@ class ModelRuns:
             return record
         z = jnp.asarray(record.unconstrained)
         wide = dist.Normal(jnp.zeros(jnp.shape(z), self.dtype), self.improper_prior_scale)
-        return record._replace(fn=wide, value=z, log_abs_det=None)
+        return replace(record, fn=wide, value=z, log_abs_det=None)
 
 
 def _is_numeric(value: object) -> bool:

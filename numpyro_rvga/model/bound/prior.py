@@ -47,11 +47,24 @@ class Prior(NamedTuple):
 
     :ivar gaussian: the other terms with a constant Hessian; proper by themselves if there are no ``terms``.
     :ivar terms: all others.
+    :ivar theta: shape (P,) and dtype of theta.
     """
 
     normal_sites: tuple[MultivariateNormalSite, ...]
     gaussian: tuple[Terms, ...]
     terms: tuple[Terms, ...]
+    theta: jax.ShapeDtypeStruct
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return self.theta.shape[0]
+
+    @property
+    def others(self) -> np.ndarray:
+        """The indices of the entries of theta outside the multivariate normal sites."""
+        inside = [np.arange(site.start, site.stop) for site in self.normal_sites]
+        return np.setdiff1d(np.arange(self.size), np.concatenate([np.zeros(0, int), *inside]))
 
 
 def split_prior(
@@ -86,7 +99,7 @@ def split_prior(
             gaussian.append(in_gaussian_form(terms, probe))
         else:
             others.append(in_tilted_form(in_closed_form(terms, probe) if terms.site in fixed else terms, dtype, shared))
-    return Prior(tuple(normal_sites), tuple(gaussian), tuple(others))
+    return Prior(tuple(normal_sites), tuple(gaussian), tuple(others), theta)
 
 
 def _of_fixed_density(all_terms: list[Terms], dtype, shared: Arrays) -> set[str]:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
 from jax import Array
-from jax.typing import DTypeLike
 
 from ...core.compilation import at_once
 from ...core.expectations.by_nodes import linearized
@@ -40,7 +40,9 @@ class PriorMarginals(NamedTuple):
     """The entries of theta under the prior, each for itself: exact where they are normal and independent of the
     others, by moments of draws elsewhere.
 
-    :ivar mean: (P,). :ivar variance: (P,). :ivar indices: of the entries whose moments are those of draws, (S,).
+    :ivar mean: (P,). :ivar variance: (P,).
+    :ivar indices: of the entries whose moments are those of draws, (S,): of terms that are not Gaussian, or that couple
+        entries.
     :ivar coupling: Gaussian terms that depend on several entries.
     :ivar separate: the sum of all other Gaussian terms about zero, its precision a diagonal (P,).
     """
@@ -52,25 +54,8 @@ class PriorMarginals(NamedTuple):
     separate: CanonicalGaussian
 
 
-class IndependentPrior(NamedTuple):
-    """A Gaussian of independent entries that approximates the prior.
-
-    :ivar mean: (P,). :ivar variance: (P,).
-    :ivar indices: of the entries where it is not the prior itself, (S,): those of terms that are not Gaussian, or that
-        couple entries.
-    :ivar factor: the part of it that approximates such terms, a function of these entries; None if there are none.
-    """
-
-    mean: Array
-    variance: Array
-    indices: np.ndarray
-    factor: CanonicalGaussian | None
-
-
 # ---------------------------------------------------------------------- a Gaussian of independent entries
-def marginals(
-    prior: Prior, size: int, dtype: DTypeLike, draws: Callable[..., Array], shared: Arrays, is_real: np.ndarray
-) -> PriorMarginals:
+def marginals(prior: Prior, draws: Callable[..., Array], shared: Arrays, is_real: np.ndarray) -> PriorMarginals:
     """The moments of each entry. Takes no (P, P) array.
 
     :param draws: (number, how many are made at a time, indices (S,) of entries) -> these of draws from the prior,
@@ -79,10 +64,11 @@ def marginals(
     :param is_real: of each entry, whether its site has no constraint, (P,).
     :raises ValueError: for a prior that is not proper.
     """
+    size, dtype = prior.size, prior.theta.dtype
     are_separate = are_selections(prior.gaussian, size, dtype, shared)
     of_one = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if is_separate]
     coupling = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if not is_separate]
-    separate = _in_float64(at_once(lambda: _sum_of(of_one, size, dtype, shared, selecting_pattern(size))))
+    separate = _in_float64(at_once(lambda: _sum_of(of_one, prior.theta, shared, selecting_pattern(size))))
     is_coupled = depends_on_entries([*coupling, *prior.terms], size, dtype, shared)
     for site in prior.normal_sites:
         is_coupled[site.start : site.stop] = True
@@ -94,42 +80,37 @@ def marginals(
     if len(indices):
         count = int(np.clip(MOST_NUMBERS // size, LEAST_DRAWS, NUM_DRAWS))
         batch = max(1, min(count, BATCH_NUMBERS // size))
-        cut = _winsorized(np.asarray(draws(count, batch, indices), np.float64))
-        center, deviation = _moments_of(cut)
+        _, mean[indices], deviation = _robust_moments(np.asarray(draws(count, batch, indices)), is_real[indices])
         variance[indices] = deviation**2
-        mean[indices] = _start_of(center, deviation, is_real[indices])
     return PriorMarginals(mean, variance, indices, coupling, separate)
 
 
-def independent_prior(
-    prior: Prior, marginals: PriorMarginals, size: int, dtype: DTypeLike, shared: Arrays
-) -> IndependentPrior:
-    """The independent Gaussian of the :func:`marginals`, with the factor in it that is approximate. Takes no (P, P)
-    array where there are few ``indices``."""
+def factor_of_marginals(prior: Prior, marginals: PriorMarginals, shared: Arrays) -> CanonicalGaussian | None:
+    """The part of the Gaussian of independent :func:`marginals` that approximates prior terms, a function of the
+    entries at ``indices``; None if there are none. Takes no (P, P) array where these are few."""
     mean, variance, indices, coupling, separate = marginals
-    factor = None
-    if len(indices):
-        others = at_once(
-            lambda: (
-                [_sum_of([terms], size, dtype, shared) for terms in coupling]
-                + [_normal_log_density(site, size, dtype, shared) for site in prior.normal_sites]
-            )
+    if not len(indices):
+        return None
+    others = at_once(
+        lambda: (
+            [_sum_of([terms], prior.theta, shared) for terms in coupling]
+            + [_normal_log_density(site, prior.theta, shared) for site in prior.normal_sites]
         )
-        exact = CanonicalGaussian(
-            np.diag(separate.precision[indices]), separate.linear[indices], separate.constant, np.zeros(len(indices))
-        )
-        for other in map(_in_float64, others):
-            exact = exact.plus(_part_of(other, indices))
-        root: Any = np.diag(np.sqrt(variance[indices]))
-        moments = FullGaussian(mean[indices], root)
-        factor = jax.tree.map(lambda x: jnp.asarray(x, dtype), _approximating_factor(np, moments, exact))
-    return IndependentPrior(jnp.asarray(mean, dtype), jnp.asarray(variance, dtype), indices, factor)
+    )
+    exact = CanonicalGaussian(
+        np.diag(separate.precision[indices]), separate.linear[indices], separate.constant, np.zeros(len(indices))
+    )
+    for other in map(_in_float64, others):
+        exact = exact.plus(_part_of(other, indices))
+    root: Any = np.diag(np.sqrt(variance[indices]))
+    factor = _approximating_factor(np, FullGaussian(mean[indices], root), exact)
+    return jax.tree.map(lambda x: jnp.asarray(x, prior.theta.dtype), factor)
 
 
 # ---------------------------------------------------------------------- a Gaussian with a full covariance
 def is_flat(precision: Array, prior: Prior) -> bool:
     """Whether the Gaussian part of a prior says nothing in some direction. ``precision``: its own (P, P)."""
-    others = _other_indices(prior, len(precision))
+    others = prior.others
     inner = np.asarray(precision, np.float64)[others][:, others]
     diagonal = np.diagonal(inner)
     if np.any(diagonal <= 0):
@@ -138,29 +119,25 @@ def is_flat(precision: Array, prior: Prior) -> bool:
     return bool(len(scaled)) and np.linalg.eigvalsh(scaled)[0] < len(scaled) * np.finfo(precision.dtype).eps
 
 
-def moments_of_draws(prior: Prior, size: int, draws: Array, is_real: np.ndarray) -> FullGaussian:
+def moments_of_draws(prior: Prior, draws: Array, is_real: np.ndarray) -> FullGaussian:
     """Robust moments of draws theta (n, P) from the prior, far-out ones cut: the Gaussian that approximates it outside
     its multivariate normal sites."""
-    cut = _winsorized(np.asarray(draws, np.float64)[:, _other_indices(prior, size)])
-    center, scale = _moments_of(cut)
-    standard = np.nan_to_num((cut - center) / scale)  # of entries that are not known together, as far as they are
+    standard, mean, deviation = _robust_moments(np.asarray(draws)[:, prior.others], is_real[prior.others])
     standard = standard / np.maximum(np.linalg.norm(standard, axis=0), np.finfo(float).tiny)
     shrunk = (1 - SHRINKAGE) * (standard.T @ standard)
     np.fill_diagonal(shrunk, 1.0)
-    mean: Any = _start_of(center, scale, is_real[_other_indices(prior, size)])
-    root: Any = scale[:, None] * np.linalg.cholesky(shrunk)
+    root: Any = deviation[:, None] * np.linalg.cholesky(shrunk)
     return FullGaussian(mean, root)
 
 
-def initial_state(
-    prior: Prior, size: int, dtype: DTypeLike, moments: FullGaussian | None, parts: tuple[CanonicalGaussian, list]
-) -> State:
+def initial_state(prior: Prior, moments: FullGaussian | None, parts: tuple[CanonicalGaussian, list]) -> State:
     """The state before the first row: the Gaussian prior itself, or the Gaussian of some ``moments``. The part of that
     which approximates prior terms is then its ``prior_factor``.
 
     :param parts: as :func:`gaussian_parts` returns them.
     :raises ValueError: for a prior that is not proper.
     """
+    dtype = prior.theta.dtype
     gaussian, normals = jax.device_get(parts)
     for site, (_, scale_tril) in zip(prior.normal_sites, normals):
         if not np.isfinite(scale_tril).all():
@@ -169,69 +146,58 @@ def initial_state(
                 "a jitter to its diagonal (1e-6 times its size in float64, 1e-4 in float32)."
             )
     gaussian, normals = _in_float64((gaussian, normals))
-    start = _start_from(np, moments, _part_of(gaussian, _other_indices(prior, size)))
-    state = _assembled(np, prior, size, start, normals)
+    start = _start_from(np, moments, _part_of(gaussian, prior.others))
+    state = _assembled(np, prior, start, normals)
     state = jax.tree.map(lambda x: np.asarray(x, dtype), state)
     return jax.device_put(state._replace(num_rows=Count.of(0)))
 
 
-def state_at(prior: Prior, size: int, dtype: DTypeLike, moments: FullGaussian | None, shared: Arrays) -> State:
+def state_at(prior: Prior, moments: FullGaussian | None, shared: Arrays) -> State:
     """:func:`initial_state` as a differentiable function of the ``numpyro.param`` sites."""
-    terms, others = prior.gaussian, _other_indices(prior, size)
+    terms, others = prior.gaussian, prior.others
     are_normal = bool(terms) and all(t.closed_form is Gaussian and t.num_predictors == 1 for t in terms)
     if moments is None and are_normal and sum(t.num_elements for t in terms) >= len(others):
-        start = _Start(*_normalized_terms(terms, size, dtype, shared, others))
+        start = _normalized_terms(prior, shared)
     else:
-        moments = jax.tree.map(lambda x: jnp.asarray(x, dtype), moments)
-        start = _start_from(jnp, moments, _part_of(gaussian_part(prior, size, dtype, shared), others))
-    return _assembled(jnp, prior, size, start, [site.moments(shared) for site in prior.normal_sites])
+        moments = jax.tree.map(lambda x: jnp.asarray(x, prior.theta.dtype), moments)
+        start = _start_from(jnp, moments, _part_of(_sum_of(terms, prior.theta, shared), others))
+    return _assembled(jnp, prior, start, [site.moments(shared) for site in prior.normal_sites])
 
 
-def gaussian_parts(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) -> tuple[CanonicalGaussian, list]:
-    """The sum of the Gaussian terms, and location and scale of each multivariate normal site."""
-    return gaussian_part(prior, size, dtype, shared), [site.moments(shared) for site in prior.normal_sites]
+def gaussian_parts(prior: Prior, shared: Arrays) -> tuple[CanonicalGaussian, list]:
+    """The sum of the Gaussian terms, and location and scale of each multivariate normal site, which is none of them."""
+    return _sum_of(prior.gaussian, prior.theta, shared), [site.moments(shared) for site in prior.normal_sites]
 
 
-class _Start(NamedTuple):
-    """A Gaussian of the entries of theta outside the multivariate normal sites.
-
-    :ivar factor: the part of it that approximates prior terms; None if it is the prior itself.
-    """
-
-    mean: Array
-    root: Array
-    log_evidence: Array
-    factor: CanonicalGaussian | None = None
-
-
-def _start_from(xp: Any, moments: FullGaussian | None, exact: CanonicalGaussian) -> _Start:
-    """From the Gaussian terms alone, or of these moments."""
+def _start_from(xp: Any, moments: FullGaussian | None, exact: CanonicalGaussian) -> State:
+    """A state of the entries of theta outside the multivariate normal sites: the Gaussian terms alone, or of these
+    moments."""
     if moments is None:
-        return _Start(*_normalized(xp, exact))
-    return _Start(moments.mean, moments.root, xp.zeros(()), _approximating_factor(xp, moments, exact))
+        return _normalized(xp, exact)
+    return _state(xp, moments.mean, moments.root, xp.zeros(()), _approximating_factor(xp, moments, exact))
 
 
-def _assembled(xp: Any, prior: Prior, size: int, start: _Start, normals: list) -> State:
-    """The state, in NumPy or JAX (``xp``). ``normals``: location and scale of each multivariate normal site."""
-    others, factor = _other_indices(prior, size), start.factor
-    order = np.concatenate([others, *[np.arange(site.start, site.stop) for site in prior.normal_sites]]).astype(int)
+def _state(xp: Any, mean: Array, root: Array, log_evidence: Array, factor: CanonicalGaussian | None = None) -> State:
+    return State(mean, xp.zeros_like(mean), root, log_evidence, factor, Count.of(0))
+
+
+def _assembled(xp: Any, prior: Prior, start: State, normals: list) -> State:
+    """The state of all of theta, in NumPy or JAX (``xp``).
+
+    :param start: of the entries outside the multivariate normal sites. :param normals: location and scale of these.
+    """
+    factor = start.prior_factor
+    order = np.concatenate([prior.others, *[np.arange(site.start, site.stop) for site in prior.normal_sites]])
     back = np.argsort(order)
     mean = xp.concatenate([start.mean, *[loc for loc, _ in normals]])[back]
-    root = _block_diagonal(xp, [start.root, *[scale_tril for _, scale_tril in normals]])[back]
+    block_diagonal = jax.scipy.linalg.block_diag if xp is jnp else scipy.linalg.block_diag
+    root = block_diagonal(start.root, *[scale_tril for _, scale_tril in normals])[back]
     if factor is not None:
         nothing = [xp.zeros((site.stop - site.start,) * 2) for site in prior.normal_sites]
-        precision = _block_diagonal(xp, [factor.precision, *nothing])[back][:, back]
-        linear = xp.concatenate([factor.linear, xp.zeros(size - len(others))])[back]
+        precision = block_diagonal(factor.precision, *nothing)[back][:, back]
+        linear = xp.concatenate([factor.linear, xp.zeros(len(order) - len(start.mean))])[back]
         factor = CanonicalGaussian(precision, linear, factor.constant, mean)
-    return State(mean, xp.zeros(size), root, start.log_evidence, factor, Count.of(0))
-
-
-def _other_indices(prior: Prior, size: int) -> np.ndarray:
-    """The indices of the entries of theta outside the multivariate normal sites."""
-    is_other = np.ones(size, bool)
-    for site in prior.normal_sites:
-        is_other[site.start : site.stop] = False
-    return np.flatnonzero(is_other)
+    return _state(xp, mean, root, start.log_evidence, factor)
 
 
 def _approximating_factor(xp: Any, moments: FullGaussian, exact: CanonicalGaussian) -> CanonicalGaussian:
@@ -244,8 +210,8 @@ def _approximating_factor(xp: Any, moments: FullGaussian, exact: CanonicalGaussi
     return approximation.plus(exact.about(mean), -1.0)
 
 
-def _normalized(xp: Any, factor: CanonicalGaussian) -> tuple[Array, Array, Array]:
-    """Mean, root of the covariance and log normalizer of a factor about zero.
+def _normalized(xp: Any, factor: CanonicalGaussian) -> State:
+    """The Gaussian that is proportional to a factor about zero.
 
     :raises ValueError: if it is not proper.
     """
@@ -259,19 +225,18 @@ def _normalized(xp: Any, factor: CanonicalGaussian) -> tuple[Array, Array, Array
     whitened = root.T @ linear
     half_log_det = xp.sum(xp.log(xp.diagonal(cholesky)) - xp.log(scale))
     log_normalizer = 0.5 * xp.sum(whitened**2) + 0.5 * len(linear) * math.log(2 * math.pi) - half_log_det
-    return root @ whitened, root, factor.constant + log_normalizer
+    return _state(xp, root @ whitened, root, factor.constant + log_normalizer)
 
 
-def _normalized_terms(
-    all_terms: Sequence[Terms], size: int, dtype: DTypeLike, shared: Arrays, indices: np.ndarray
-) -> tuple[Array, Array, Array]:
+def _normalized_terms(prior: Prior, shared: Arrays) -> State:
     """:func:`_normalized` of log densities of Normal distributions, at least as many as entries of theta.
 
     With W the terms' Jacobian in units of their standard deviations, W = QR gives the precision W^T W = R^T R. Formed
     itself, it would lose twice as many digits: of effects around a mean, for instance, that nearly agree.
     """
-    rows, targets, constant, zero = [], [], jnp.zeros((), dtype), jnp.zeros(size, dtype)
-    for terms in all_terms:
+    indices, dtype = prior.others, prior.theta.dtype
+    rows, targets, constant, zero = [], [], jnp.zeros((), dtype), jnp.zeros(prior.size, dtype)
+    for terms in prior.gaussian:
         jacobian, (value, gradient, hessian) = _expanded(terms, zero, shared)
         counts = hessian[:, 0, 0] < 0  # others are masked
         weight = jnp.sqrt(jnp.where(counts, -hessian[:, 0, 0], 1.0))
@@ -283,28 +248,16 @@ def _normalized_terms(
     whitened = sign * (q.T @ jnp.concatenate(targets))
     root = jax.scipy.linalg.solve_triangular(sign[:, None] * r, jnp.eye(len(indices), dtype=dtype))
     log_normalizer = 0.5 * jnp.sum(whitened**2) + 0.5 * len(indices) * math.log(2 * math.pi)
-    return root @ whitened, root, constant + log_normalizer + jnp.sum(jnp.log(jnp.diagonal(root)))
-
-
-def _block_diagonal(xp: Any, blocks: list) -> Array:
-    rows = []
-    for i, block in enumerate(blocks):
-        rows.append([block if i == j else xp.zeros((len(block), len(other))) for j, other in enumerate(blocks)])
-    return xp.block(rows)
+    return _state(jnp, root @ whitened, root, constant + log_normalizer + jnp.sum(jnp.log(jnp.diagonal(root))))
 
 
 # ---------------------------------------------------------------------- Gaussian terms, about theta = 0
-def gaussian_part(prior: Prior, size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
-    """The sum of the Gaussian terms outside the multivariate normal sites."""
-    return _sum_of(prior.gaussian, size, dtype, shared)
-
-
 def _sum_of(
-    all_terms: Sequence[Terms], size: int, dtype: DTypeLike, shared: Arrays, pattern: Pattern | None = None
+    all_terms: Sequence[Terms], theta: jax.ShapeDtypeStruct, shared: Arrays, pattern: Pattern | None = None
 ) -> CanonicalGaussian:
     """The sum of Gaussian terms. With the :func:`selecting_pattern`, its precision is a diagonal (P,)."""
-    zero = jnp.zeros(size, dtype)
-    precision, linear, constant = zero if pattern else jnp.zeros((size, size), dtype), zero, jnp.zeros((), dtype)
+    zero, constant = jnp.zeros(theta.shape, theta.dtype), jnp.zeros((), theta.dtype)
+    precision, linear = zero if pattern else jnp.zeros(theta.shape * 2, theta.dtype), zero
     for terms in all_terms:
         jacobian, (value, gradient, hessian) = _expanded(terms, zero, shared, pattern)
         precision, linear = precision + gram(jacobian, -hessian), linear + vjp(jacobian, gradient)
@@ -323,14 +276,14 @@ def _expanded(
     return jacobian, _derivatives(terms, predictors, merged(constants(terms, shared)))
 
 
-def _normal_log_density(site: MultivariateNormalSite, size: int, dtype: DTypeLike, shared: Arrays) -> CanonicalGaussian:
+def _normal_log_density(site: MultivariateNormalSite, theta: jax.ShapeDtypeStruct, shared: Arrays) -> CanonicalGaussian:
     """The log density of a multivariate normal site."""
     loc, scale_tril = site.moments(shared)
-    inverse = jax.scipy.linalg.solve_triangular(scale_tril, jnp.eye(len(loc), dtype=dtype), lower=True)
+    inverse = jax.scipy.linalg.solve_triangular(scale_tril, jnp.eye(len(loc), dtype=theta.dtype), lower=True)
     whitened = inverse @ loc
     log_det, log_two_pi = jnp.sum(jnp.log(jnp.diagonal(scale_tril))), len(loc) * math.log(2 * math.pi)
-    inside, zero = slice(site.start, site.stop), jnp.zeros(size, dtype)
-    precision = jnp.zeros((size, size), dtype).at[inside, inside].set(inverse.T @ inverse)
+    inside, zero = slice(site.start, site.stop), jnp.zeros(theta.shape, theta.dtype)
+    precision = jnp.zeros(theta.shape * 2, theta.dtype).at[inside, inside].set(inverse.T @ inverse)
     linear = zero.at[inside].set(inverse.T @ whitened)
     return CanonicalGaussian(precision, linear, -0.5 * (whitened @ whitened + log_two_pi) - log_det, zero)
 
@@ -353,33 +306,25 @@ def _in_float64(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.array(x, np.float64), tree)
 
 
-def _winsorized(draws: np.ndarray) -> np.ndarray:
-    """Each coordinate cut far out: heavy tails must not rule moments, and numbers beside which those of interest are
-    rounding errors are no start. NaN where a draw is not finite, as the logarithm of a number that has underflowed: of
-    many coordinates some may be so in every draw."""
+def _robust_moments(draws: np.ndarray, is_real: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
+    """Draws (n, P) in standard units, zero where they are not known; a mean to start from; and standard deviations.
+
+    Each coordinate is cut far out: heavy tails must not rule moments, and numbers beside which those of interest are
+    rounding errors are no start. Draws are not known where they are not finite, as the logarithm of a number that has
+    underflowed: of many coordinates some may be so in every draw. The mean is zero, where NumPyro starts too, if the
+    draws of a constrained site are all over the place. The deviation is one without two different numbers.
+
+    :param is_real: of the coordinates, whether their site has no constraint.
+    """
+    draws = draws.astype(np.float64)
     finite = np.where(np.isfinite(draws), draws, np.nan)
     finite[:, np.isfinite(finite).sum(axis=0) < FEWEST_FINITE] = 0.0
     low, center, high = np.nanquantile(finite, [0.25, 0.5, 0.75], axis=0)
-    deviation = np.maximum((high - low) / 1.349, 1e-6)
-    center = np.where((deviation > WIDEST) & (np.abs(center) < WITHIN * deviation), 0.0, center)
-    deviation = np.minimum(deviation, WIDEST)
-    return np.clip(finite, center - WINSOR * deviation, center + WINSOR * deviation)
-
-
-def _moments_of(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each coordinate, (P,); one without two different numbers has a deviation of one.
-
-    :param draws: (n, P), with NaN where they are not known.
-    """
-    deviation = np.nanstd(draws, axis=0, ddof=1)
-    return np.nanmean(draws, axis=0), np.where(deviation > 0, deviation, 1.0)
-
-
-def _start_of(mean: np.ndarray, deviation: np.ndarray, is_real: np.ndarray) -> np.ndarray:
-    """The mean of each coordinate; zero, where NumPyro starts too, if the draws of a constrained site are all over the
-    place.
-
-    :param mean: and ``deviation``: of the draws, (P,).
-    :param is_real: of the coordinates, whether their site has no constraint.
-    """
-    return np.where(~is_real & (deviation > VAGUE) & (np.abs(mean) < WITHIN * deviation), 0.0, mean)
+    robust_scale = np.maximum((high - low) / 1.349, 1e-6)
+    center = np.where((robust_scale > WIDEST) & (np.abs(center) < WITHIN * robust_scale), 0.0, center)
+    robust_scale = np.minimum(robust_scale, WIDEST)
+    cut = np.clip(finite, center - WINSOR * robust_scale, center + WINSOR * robust_scale)
+    mean, deviation = np.nanmean(cut, axis=0), np.nanstd(cut, axis=0, ddof=1)
+    deviation = np.where(deviation > 0, deviation, 1.0)
+    says_nothing = ~is_real & (deviation > VAGUE) & (np.abs(mean) < WITHIN * deviation)
+    return np.nan_to_num((cut - mean) / deviation), np.where(says_nothing, 0.0, mean), deviation

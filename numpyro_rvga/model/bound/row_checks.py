@@ -13,6 +13,7 @@ from jax import Array
 from ...core.compilation import Compiled, full_precision, jit, jit_once
 from ...core.expectations.by_nodes import power_of_two
 from ...core.jaxprs.interpret import depends_on, indexings
+from ..data.arrays import BadData
 from ..data.rows import Arrays, num_rows
 from ..handlers.tracing import base_distribution
 from .bound_model import BoundModel
@@ -71,7 +72,7 @@ def support_check(program: BoundModel, site: str) -> RowCheck:
     """Are a site's observed values in its distribution's support?"""
 
     def message(rows: Arrays, row: int, place: list[int], number: int) -> str:
-        return _outside_message(program, site, rows, row, number - row)
+        return _support_message(program, site, rows, row, number - row)
 
     return RowCheck(program, lambda row: jnp.all(_elements_inside(program, site, row)), message)
 
@@ -90,13 +91,13 @@ def index_check(program: BoundModel, parameters: Callable[[dict], Any]) -> RowCh
 
     def message(rows: Arrays, row: int, place: list[int], number: int) -> str:
         integers = [name for name in check.arrays if np.issubdtype(rows[name].dtype, np.integer)]
-        return outside_message(number, _held(rows, row, integers, ", ") or " and ".join(check.arrays), sizes[place[0]])
+        return _index_message(number, _held(rows, row, integers, ", ") or " and ".join(check.arrays), sizes[place[0]])
 
     check = RowCheck(program, inside, message)
     return check
 
 
-def outside_message(row: int, held: str, size: int) -> str:
+def _index_message(row: int, held: str, size: int) -> str:
     return (
         f"row {row} indexes what is not there: array {held}, and what the model indexes has {size} "
         f"entries, 0 to {size - 1}. Count groups from 0, or make the model's plate larger."
@@ -110,7 +111,6 @@ def states_check(
 
     :param bounds: (rows, states of the discrete latents) -> site -> smallest and largest state, (M, 2).
     """
-    assert program.row_latents is not None
     others = program.row_latents.states
     states = np.asarray(others[site])
 
@@ -158,23 +158,49 @@ def check_whole_support(program: BoundModel, site: str, rows: Mapping[str, np.nd
     if len(bad):
         axis, place = program.row_axis(site), bad[0]
         row = int(place[axis]) if axis < len(place) else None
-        raise ValueError(_outside_message(program, site, rows, row, first_row))
+        raise ValueError(_support_message(program, site, rows, row, first_row))
 
 
-def _outside_message(program: BoundModel, site: str, rows: Arrays, row: int | None, first_row: int) -> str:
+def check_whole_indices(parameters: Callable[[], Any], rows: Arrays, first_row: int) -> None:
+    """:raises BadData: naming the row, if an array of integers indexes what is not there.
+
+    :param parameters: those of the observed sites of a whole program.
+    """
+    arrays = {name: np.asarray(array) for name, array in rows.items() if np.asarray(array).dtype.kind in "iu"}
+    if not arrays:
+        return
+    sizes: list[tuple[int, ...]] = []
+
+    def are_inside():
+        all_indexings = indexings(parameters)
+        sizes[:] = [indexing.sizes for indexing in all_indexings]
+        return [indexing.inside for indexing in all_indexings]
+
+    for inside, lengths in zip(jit_once(are_inside)(), sizes):
+        for axis, size in enumerate(lengths):
+            _check_inside(arrays, np.asarray(inside)[..., axis], size, first_row)
+
+
+def _check_inside(arrays: Mapping[str, np.ndarray], inside: np.ndarray, size: int, first_row: int) -> None:
+    if inside.all():
+        return
+    for name, array in arrays.items():
+        within = (array >= -size) & (array < size)
+        if within.shape == inside.shape and np.array_equal(within, inside):
+            row = int(np.argwhere(~within)[0][0])
+            raise BadData(_index_message(first_row + row, f"{name!r} holds {array[row]}", size))
+
+
+def _support_message(program: BoundModel, site: str, rows: Arrays, row: int | None, first_row: int) -> str:
     """:param row: None for values that are not of rows."""
-    outside = f"outside the support ({abstract_base_distribution(program, site).support}) of its distribution"
+    fn = program.abstractly(lambda row: base_distribution(program.site_record(site, row).fn)[0], program.example_row)
+    outside = f"outside the support ({fn.support}) of its distribution"
     names = sorted(program.outcome_arrays(site))
     if row is None:
         return f"site {site!r}: a value lies {outside}."
     if not names:
         return f"site {site!r}: row {first_row + row} lies {outside}."
     return f"site {site!r}: row {first_row + row} of array {_held(rows, row, names)}, which lies {outside}."
-
-
-def abstract_base_distribution(program: BoundModel, site: str) -> Any:
-    """A site's distribution, for what is static about it."""
-    return program.abstractly(lambda row: base_distribution(program.site_record(site, row).fn)[0], program.example_row)
 
 
 def _elements_inside(program, name, rows):

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import distributions as dist
-from numpyro.distributions import Distribution
 
 from ...core.compilation import abstractly, jit_once
-from ..handlers.tracing import REACH, SiteRecord, elements
+from ..handlers.tracing import REACH, SiteRecord, elements, nested
 from ..layout import Layout
 
 NAME = "unread entries of "
@@ -65,8 +64,4 @@ def record_of_unread(name: str, indices: np.ndarray, unconstrained: Array) -> Si
 
 def _is_masked(fn: Any) -> bool:
     """Whether entries may be masked out, one by one."""
-    while isinstance(fn, Distribution):
-        if isinstance(fn, dist.MaskedDistribution) and not isinstance(fn._mask, bool):
-            return True
-        fn = getattr(fn, "base_dist", None)
-    return False
+    return any(isinstance(part, dist.MaskedDistribution) and not isinstance(part._mask, bool) for part in nested(fn))

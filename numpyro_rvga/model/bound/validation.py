@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -11,46 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.compilation import abstractly, at_once, jit_once
+from ...core.compilation import at_once, jit_once
 from ..data.arguments import absent_arguments
-from ..data.rows import Arrays, Keywords, common_length
-from ..handlers.failures import FORWARD, CoupledRows, LocalLatents, LocalStates
-from ..handlers.tracing import SiteInfo, SiteRecord, plates_of, run_model, sample_sites
+from ..data.arrays import BadData
+from ..data.rows import Arrays, Keywords
+from ..handlers.failures import FORWARD, CoupledRows, LocalLatents, LocalStates, needs_numbers
+from ..handlers.tracing import SiteInfo, SiteRecord, run_model, sample_sites
 from ..layout import Layout
 from ..terms.terms import linearize
 
 CHECKED_ROWS = 8
+NO_INTEGER = "Indexer must have integer or boolean type"  # of JAX, for arrays that index
 MOST_INTEGRAND_VALUES = 2**24  # in an evaluation of the bound: beyond, latent variables of rows are part of theta
-
-
-def find_row_plates(
-    model: Callable,
-    rows: Arrays,
-    model_kwargs: Keywords,
-    *,
-    concrete: bool,
-    evaluates: bool,
-) -> tuple[frozenset[str], list[str]]:
-    """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites.
-
-    :param concrete: whether the model may read the values of the data. :param evaluates: as for :class:`Program`.
-    """
-
-    def run(rows: Arrays) -> tuple[dict[str, tuple[str, ...]], list[str], dict[str, int]]:
-        trace, runner = run_model(model, rows, model_kwargs)
-        observed = {name: site for name, site in sample_sites(trace, runner).items() if site.is_observed}
-        check_outcomes_shape(observed)
-        return plates_of(trace), list(observed), runner.plate_size
-
-    if concrete:
-        with jax.ensure_compile_time_eval() if evaluates else contextlib.nullcontext():
-            plates, observed, sizes = abstractly(lambda: run(rows))
-    else:
-        dtypes = {name: jax.dtypes.canonicalize_dtype(array.dtype) for name, array in rows.items()}
-        shapes = {name: jax.ShapeDtypeStruct(array.shape, dtypes[name]) for name, array in rows.items()}
-        plates, observed, sizes = abstractly(run, shapes)
-    around, length = {plate for name in observed for plate in plates[name]}, common_length(rows)
-    return frozenset(plate for plate in around if sizes.get(plate) == length), observed
 
 
 def check_outcomes_shape(observed: Mapping[str, SiteRecord]) -> None:
@@ -104,12 +75,12 @@ def describe_few(describe: Callable, rows: Arrays, number: str, observed: Sequen
         raise CoupledRows(_coupled_message(", ".join(observed), f"on {number} the model fails: {error}")) from error
 
 
-def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str], local: str) -> None:
+def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str], *, marginal: bool) -> None:
     """:raises NotImplementedError: for discrete latents that are not summed out inside their row."""
     for name, site in sites.items():
         if not site.is_discrete or site.is_observed:
             continue
-        if name in local_names and local == "marginal":
+        if name in local_names and marginal:
             continue
         if name in local_names:
             are_states = all(sites[of_row].is_discrete for of_row in local_names)
@@ -199,18 +170,6 @@ def check_local_terms(program: Any) -> None:
             )
 
 
-def check_supports(program: Any) -> None:
-    """:raises NotImplementedError: naming a latent site of a whole program whose support depends on states that are
-    summed over."""
-    for name, values in program.values_by_state().items():
-        if not np.array_equal(values, np.broadcast_to(values[0], values.shape), equal_nan=True):
-            raise NotImplementedError(
-                f"site {name!r}: its support depends on discrete latent sites, over whose states the density of one "
-                "value is summed. Sample it on a support of its own, such as (0, 1), and scale it: "
-                f"numpyro.deterministic({name!r}, high[state] * share)."
-            )
-
-
 def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
     """:raises CoupledRows: if one row by itself is observed at no place."""
     for name, site in row_sites.items():
@@ -265,3 +224,63 @@ def _coupled_message(name: str, why: str) -> str:
         f"not take its rows from the data ({why}). Pass every per-row array in the data (lagged values as columns of "
         "their own), and compute nothing across rows inside the model."
     )
+
+
+# ---------------------------------------------------------------------- models that fail on their rows
+class _MoreDistributions(ValueError):
+    """A site has more distributions than outcomes."""
+
+    def __init__(self, site: str, outcomes: tuple[int, ...], distributions: tuple[int, ...]):
+        super().__init__(f"site {site!r}: {outcomes} outcomes and {distributions} distributions")
+        self.outcomes = outcomes
+
+
+def explained_error(model: Callable, rows: Arrays, model_kwargs: Keywords, error: Exception) -> BadData | None:
+    """An explanation of the error of a model that cannot be run on its rows; None unless other integers or columns mend
+    it."""
+    forms = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in rows.items()}
+
+    def run(rows: Arrays) -> None:
+        for name, site in sample_sites(*run_model(model, rows, model_kwargs)).items():
+            outcomes = jnp.shape(site.value)[: jnp.ndim(site.value) - len(site.fn.event_shape)]
+            if site.is_observed and np.broadcast_shapes(outcomes, site.fn.batch_shape) != outcomes:
+                raise _MoreDistributions(name, outcomes, site.fn.batch_shape)
+
+    def failure(changed: Mapping[str, jax.ShapeDtypeStruct]) -> Exception | None:
+        try:
+            jax.eval_shape(run, {**forms, **changed})
+        except Exception as other:  # a model may fail in any way: this one is asked only whether it still does
+            return other
+        return None
+
+    if NO_INTEGER in str(error):
+        floats = {n: jax.ShapeDtypeStruct(f.shape, np.int32) for n, f in forms.items() if f.dtype.kind == "f"}
+        for name in floats:
+            others = {n: form for n, form in floats.items() if n != name}
+            if NO_INTEGER in str(failure(others)) and NO_INTEGER not in str(failure(floats)):
+                return BadData(_no_integers(name, rows[name]))
+    why = None if needs_numbers(error) else failure({})
+    if why is not None and not needs_numbers(why):
+        for name, form in forms.items():
+            if isinstance(why, _MoreDistributions) and why.outcomes == form.shape:
+                continue  # the outcomes: the model's own error names them
+            if form.shape[1:] == (1,) and failure({name: jax.ShapeDtypeStruct(form.shape[:1], form.dtype)}) is None:
+                return BadData(
+                    f"data array {name!r} has shape {form.shape}, with which the model fails ({why}), and without "
+                    f"the second axis it does not: give {{{name!r}: {name}[:, 0]}}."
+                )
+    return None
+
+
+def _no_integers(name: str, array: Any) -> str:
+    array = np.asarray(array)
+    column = "[:, 0]" if array.shape[1:] == (1,) else ""
+    message = f"the model indexes by data array {name!r}, which has dtype {array.dtype}, and indices are integers"
+    fractional = np.argwhere(array != np.round(array))
+    if len(fractional):
+        place = tuple(fractional[0])
+        return (
+            f"{message}: row {place[0]} holds {array[place]}. Number the groups: "
+            f"{{{name!r}: np.unique({name}{column}, return_inverse=True)[1]}}."
+        )
+    return f"{message}: give {{{name!r}: {name}{column}.astype(int)}}."

@@ -86,7 +86,8 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)) and type(a) is type(b):
         return len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, (np.ndarray, jax.Array)) or isinstance(b, (np.ndarray, jax.Array)):
-        return np.shape(a) == np.shape(b) and _arrays_equal(np.asarray(a), np.asarray(b))
+        a, b = np.asarray(a), np.asarray(b)
+        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc"))
     if type(a) is not type(b):
         return False
     if hasattr(a, "equals"):  # pandas and Polars compare entry by entry
@@ -96,8 +97,3 @@ def equal(a: Any, b: Any) -> bool:
         others, other_structure = jax.tree.flatten(b)
         return structure == other_structure and all(map(equal, leaves, others))
     return bool(a == b) or (a != a and b != b)  # NaN, where a value is missing, is the same as NaN
-
-
-def _arrays_equal(a: np.ndarray, b: np.ndarray) -> bool:
-    may_be_missing = a.dtype.kind in "fc" and b.dtype.kind in "fc"
-    return bool(np.array_equal(a, b, equal_nan=may_be_missing))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 from jax import Array
-from numpyro.distributions import Distribution
 
 from ...core.compilation import jit_once
 from ...core.jaxprs.interpret import PartialEvaluation, depends_on, partial_evaluation
 from ..data.rows import Arrays, num_rows
-from .tracing import SiteRecord
 
 
 class PriorConstants(NamedTuple):
@@ -25,23 +22,10 @@ class PriorConstants(NamedTuple):
     arrays: tuple[tuple[Array, ...], tuple[Array, ...]]
 
 
-class SiteArrays(NamedTuple):
-    """The parts of a site's record that are arrays."""
-
-    fn: Distribution
-    value: Array
-    log_abs_det: Array | None
-    weight: Array | float
-
-
-def of_site(record: SiteRecord) -> SiteArrays:
-    return SiteArrays(record.fn, record.value, record.log_abs_det, record.weight)
-
-
 class DataPrior(NamedTuple):
     """The sites of a prior that read the data, evaluated in two stages: the data's part, and the rest.
 
-    :ivar records: data; theta (P,), parameters (K,) -> the sites' :class:`SiteArrays` by name.
+    :ivar records: data; theta (P,), parameters (K,) -> the sites' records by name.
     :ivar draw: data; random key, parameters (K,) -> theta (P,), a draw from the prior.
     """
 
@@ -56,32 +40,6 @@ class DataPrior(NamedTuple):
     def is_same(self, other: DataPrior) -> bool:
         """Whether both are one function of their constants."""
         return self.records.is_same(other.records) and self.draw.is_same(other.draw)
-
-
-def data_prior(
-    records: Callable[[Arrays, Array, Array], dict[str, SiteArrays]],
-    draw: Callable[[Arrays, Array, Array], Array],
-    rows: Arrays,
-    count: int,
-    theta: Array,
-    params: Array,
-) -> DataPrior:
-    """Trace the prior on all rows.
-
-    :param records: rows, theta, parameters -> the sites' arrays by name.
-    :param draw: rows, random key, parameters -> theta.
-    :param rows: arrays of all rows, or of some, used for their types and the shapes of a row only.
-    :param count: the number of all rows.
-    """
-    shapes = {
-        name: jax.ShapeDtypeStruct((count, *rows[name].shape[1:]), jax.dtypes.canonicalize_dtype(rows[name].dtype))
-        for name in sorted(rows)
-    }
-
-    return DataPrior(
-        partial_evaluation(records, shapes, theta, params),
-        partial_evaluation(draw, shapes, jax.random.key(0), params),
-    )
 
 
 def data_dependence(
@@ -108,13 +66,6 @@ def data_dependence(
     return dependent
 
 
-def described(arrays: Mapping[str, frozenset[str]]) -> str:
-    """The first site and what it reads, for messages. ``arrays``: as :func:`data_dependence` gives them."""
-    site, names = next(iter(arrays.items()))
-    read = f"the data array {sorted(names)[0]!r}" if names else "the number of rows"
-    return f"the prior of site {site!r} reads {read}"
-
-
 class DeterministicSites(NamedTuple):
     """Names of a model's deterministic sites.
 
@@ -126,24 +77,3 @@ class DeterministicSites(NamedTuple):
     of_latents: frozenset[str] = frozenset()
     of_data: frozenset[str] = frozenset()
     of_rows: frozenset[str] = frozenset()
-
-
-def classify_deterministic(
-    values: Callable[[Arrays, Array], dict[str, Array]],
-    of_rows: Collection[str],
-    one_row: Mapping[str, Any],
-    two_rows: Arrays,
-    theta: Array,
-) -> DeterministicSites:
-    """Sort the deterministic sites by what they depend on.
-
-    :param values: (rows, theta) -> the values of all deterministic sites.
-    :param of_rows: the names of those with values for each row.
-    """
-
-    def others(rows, theta):
-        return {name: value for name, value in values(rows, theta).items() if name not in of_rows}
-
-    names = set(jax.eval_shape(lambda theta: others(one_row, theta), theta))
-    of_data = frozenset(data_dependence(others, one_row, two_rows, theta)) if names else frozenset()
-    return DeterministicSites(frozenset(names) - of_data, of_data, frozenset(of_rows))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +28,14 @@ from .stable_densities import with_stable_density
 REACH = 2.0  # in unconstrained space, of sites that cannot be drawn: as NumPyro starts NUTS
 
 
-class SiteRecord(NamedTuple):
-    """One sample site of a run.
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("fn", "value", "unconstrained", "log_abs_det", "weight"),
+    meta_fields=("name", "plates", "is_observed", "is_auxiliary"),
+)
+@dataclass(frozen=True)
+class SiteRecord:
+    """One sample site of a run, as a pytree of its numbers.
 
     :ivar log_abs_det: log Jacobian of the latent's transform, elementwise or per event; None if observed.
     :ivar weight: the user's scale, without the plates' subsampling factor.
@@ -79,9 +87,9 @@ class RowRunner(Messenger):
     def __init__(
         self,
         fn: Callable,
-        row_plates: frozenset[str],
-        num_rows: int | None,
-        unconstrained: Mapping[str, Array],
+        row_plates: frozenset[str] = frozenset(),
+        num_rows: int | None = None,
+        unconstrained: Mapping[str, Array] | None = None,
         local: frozenset[str] = frozenset(),
         params: Mapping[str, Array] | None = None,
         rng_key: Array | None = None,
@@ -89,7 +97,7 @@ class RowRunner(Messenger):
     ):
         super().__init__(fn)
         self._rng_key = rng_key
-        self.row_plates, self.num_rows, self.unconstrained = row_plates, num_rows, unconstrained
+        self.row_plates, self.num_rows, self.unconstrained = row_plates, num_rows, unconstrained or {}
         self.local, self.params, self.states = local, params or {}, states or {}
         self.plate_ratio: dict[str, float] = {}
         self.plate_size: dict[str, int] = {}
@@ -175,17 +183,11 @@ def run_model(
     rows: Arrays,
     model_kwargs: Keywords,
     *,
-    row_plates: frozenset[str] = frozenset(),
-    unconstrained: Mapping[str, Array] | None = None,
     rng_key: Array | None = None,
-    local: frozenset[str] = frozenset(),
-    params: Mapping[str, Array] | None = None,
-    states: Mapping[str, Array] | None = None,
+    **given: Any,
 ) -> tuple[dict, RowRunner]:
-    """The trace of the model on ``rows``; latents not in ``unconstrained`` are drawn, see :class:`RowRunner`."""
-    runner = RowRunner(
-        model, row_plates, common_length(rows), unconstrained or {}, local, params, rng_key, states=states
-    )
+    """The trace of the model on ``rows``. ``given``: see :class:`RowRunner`; latents without values are drawn."""
+    runner = RowRunner(model, num_rows=common_length(rows), rng_key=rng_key, **given)
     seeded = handlers.seed(runner, jax.random.key(0) if rng_key is None else rng_key)
     args, kwargs = split_call(model, rows, model_kwargs)
     try:
@@ -267,10 +269,14 @@ def log_prob_shape(record: SiteRecord) -> tuple[int, ...]:
 
 
 def _is_improper(fn: Distribution) -> bool:
-    inner: Any = fn
-    while not isinstance(inner, dist.ImproperUniform) and isinstance(getattr(inner, "base_dist", None), Distribution):
-        inner = inner.base_dist
-    return isinstance(inner, dist.ImproperUniform)
+    return any(isinstance(part, dist.ImproperUniform) for part in nested(fn))
+
+
+def nested(fn: Any) -> Iterator[Distribution]:
+    """A distribution, and those inside of it."""
+    while isinstance(fn, Distribution):
+        yield fn
+        fn = getattr(fn, "base_dist", None)
 
 
 def numbers_of(fn: Any) -> list[Array]:
@@ -328,7 +334,8 @@ def base_distribution(fn: Distribution) -> tuple[Any, Array | bool]:
 def elements(record: SiteRecord) -> Array:
     """Log density terms of a site in unconstrained space, one per independent element, flattened."""
     fn = record.fn
-    if record.unconstrained is not None and _is_one(record.weight):
+    is_weighted = isinstance(record.weight, jax.Array) or record.weight != 1
+    if record.unconstrained is not None and not is_weighted:
         terms = separate_terms(fn, record.value, record.unconstrained)
         if terms is not None:
             return jnp.ravel(terms)
@@ -345,10 +352,6 @@ def elements(record: SiteRecord) -> Array:
             log_abs_det = log_abs_det.sum(axis=tuple(range(-extra, 0)))
         terms = terms + log_abs_det
     return jnp.ravel(terms)
-
-
-def _is_one(weight: Array | float) -> bool:
-    return not isinstance(weight, jax.Array) and weight == 1
 
 
 def separate_terms(fn: distributions.Distribution, value: Array, unconstrained: Array) -> Array | None:

@@ -13,7 +13,7 @@ from numpyro.distributions import Distribution, constraints
 
 from ...core.expectations.elimination import MAX_STATES
 from ..handlers.failures import UnboundedStates
-from ..layout import Layout, layout_of
+from ..layout import Layout
 
 
 class LocalSites(NamedTuple):
@@ -39,7 +39,7 @@ class LocalSites(NamedTuple):
 
     def split(self, values: Array | np.ndarray) -> dict[str, Array]:
         """Values of the discrete variables (..., D), by site."""
-        return layout_of(self.shapes).unravel(values)
+        return Layout(self.shapes).unravel(values)
 
     def first_states(self) -> dict[str, Array]:
         return {name: jnp.broadcast_to(self.states[name][0], shape) for name, shape in self.shapes.items()}

@@ -98,19 +98,19 @@ class Reader:
     """
 
     def __init__(self, all_terms: Sequence[Terms], size: int, dtype: DTypeLike):
-        self._all_terms, self._size, self._dtype = all_terms, size, dtype
-        theta = generic_theta(size, dtype)
+        self.all_terms, self._size, self._dtype = all_terms, size, dtype
 
         def reads_of(terms: Terms, probes: Probes, rows: Arrays) -> Reads:
             if not terms.num_predictors:
                 return jax.tree.map(jnp.asarray, _nothing(len(probes.times)))
+            theta = generic_theta(size, dtype)
             return probes.reads(linearize_along(terms, theta, probes.directions, rows)[1])
 
         self._of_part = jit_once(lambda probes, rows: [reads_of(terms, probes, rows) for terms in all_terms])
 
     def __call__(self, cut: Cut, rows: Arrays) -> list[Reads]:
-        if not any(terms.num_predictors for terms in self._all_terms):
-            return [_nothing(len(cut.columns)) for _ in self._all_terms]
+        if not any(terms.num_predictors for terms in self.all_terms):
+            return [_nothing(len(cut.columns)) for _ in self.all_terms]
         probes = Probes.of(cut, self._size, self._dtype)
         by_part = [jax.device_get(self._of_part(probes, part)) for _, part in parts_of(rows)]
         return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -318,7 +319,7 @@ def _parameter_terms(
 
     def of_parameters(u, r):
         fn, mask, record = moved(u, r)
-        return record._replace(fn=fn, weight=mask * record.weight)
+        return replace(record, fn=fn, weight=mask * record.weight)
 
     return _informed(terms, information_of(of_parameters, inner, u, row, example.kind)) if informed else terms
 

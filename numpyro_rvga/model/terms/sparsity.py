@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
 
 from ...core.matrices.jacobians import SparseJacobian
 from ...core.updates.joint import EliminationOrder
@@ -117,40 +116,26 @@ def are_selections(all_terms: Sequence[Terms], size: int, dtype, rows: Arrays) -
     return [is_possible and bool(next(reads).reads_one[0]) for is_possible in possible]
 
 
-def find_sparsity(
-    layout: Layout,
-    dtype: DTypeLike,
-    row_terms: tuple[Terms, ...],
-    prior_terms: tuple[Terms, ...],
-    rows: Arrays,
-    shared: Arrays,
-    readers: MutableMapping[Hashable, Any],
-) -> Sparsity | None:
+def find_sparsity(layout: Layout, of_rows: Reader, of_prior: Reader, rows: Arrays, shared: Arrays) -> Sparsity | None:
     """The entries that terms depend on, if these are few for each term; None if not, or if theta is short.
 
+    :param of_rows: of the terms of rows, and ``of_prior`` of those of the prior.
     :param rows: all that there are, and what they share.
     :param shared: what prior terms depend on besides theta.
-    :param readers: what has been compiled for these terms, and is added to.
     """
-    reads_all = any(terms.num_local or terms.by_draws for terms in row_terms)
+    reads_all = any(terms.num_local or terms.by_draws for terms in of_rows.all_terms)
     if layout.size < FEWEST_PARAMETERS or reads_all:
         return None
     given, own = split_rows(rows)
     few = given | {name: array[:FEW] for name, array in own.items()}
     is_large = any(len(array) > MANY for array in own.values())
 
-    def reads_by(cut: Cut, all_terms: tuple[Terms, ...], in_prior: bool, rows: Arrays) -> list[Reads]:
-        key = Reader, in_prior
-        if key not in readers:
-            readers[key] = Reader(all_terms, layout.size, dtype)
-        return readers[key](cut, rows)
-
     def reads_of(cut: Cut) -> list[Reads]:
         """The reads of all terms; of a few rows' terms only, if these depend on too many entries."""
-        of_few = reads_by(cut, row_terms, False, few) if is_large else []
+        of_few = of_rows(cut, few) if is_large else []
         if is_large and _too_many(of_few, cut).any():
             return of_few
-        return reads_by(cut, row_terms, False, rows) + reads_by(cut, prior_terms, True, shared)
+        return of_rows(cut, rows) + of_prior(cut, shared)
 
     columns, lag = _columns(layout), 0
     cut = Cut.without_chain(columns)
@@ -167,11 +152,11 @@ def find_sparsity(
         of_groups = reads_of(together)
         if not max(int(each.span) for each in of_groups):
             cut, reads = together, of_groups
-    return _sparsity(row_terms, prior_terms, cut, reads)
+    return _sparsity(of_rows.all_terms, of_prior.all_terms, cut, reads)
 
 
 def _sparsity(
-    row_terms: tuple[Terms, ...], prior_terms: tuple[Terms, ...], cut: Cut, all_reads: list[Reads]
+    row_terms: Sequence[Terms], prior_terms: Sequence[Terms], cut: Cut, all_reads: list[Reads]
 ) -> Sparsity | None:
     """The sparsity that the reads of terms allow. The chain is eliminated, or the longest of the columns of which no
     term depends on two entries."""
@@ -248,8 +233,7 @@ def _with_chain(columns: tuple[np.ndarray, ...], length: int, lag: int) -> Cut:
 def _columns(layout: Layout) -> tuple[np.ndarray, ...]:
     """The entries of each site along its longest axis, one column for each position on the others."""
     columns, start = [], 0
-    for name in layout.site_names:
-        shape = layout.shapes[name] or (1,)
+    for shape in (shape or (1,) for shape in layout.shapes.values()):
         entries = start + np.arange(math.prod(shape)).reshape(shape)
         start += entries.size
         if entries.size:

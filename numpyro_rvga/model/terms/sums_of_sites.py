@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +197,8 @@ def _stacked(records: list[SiteRecord]) -> SiteRecord:
         # Of exponentials it is the exponents that are stacked: their affine functions are read off them.
         parameters[name] = jnp.exp(stack([jnp.log(x) for x in values])) if name in logged else stack(values)
     fn = type(fns[0])(**parameters)
-    return records[0]._replace(
+    return replace(
+        records[0],
         fn=fn if all(mask is True for mask in masks) else fn.mask(stack(list(masks))),
         value=stack([record.value for record in records]),
         weight=stack([record.weight for record in records]),
