@@ -128,7 +128,7 @@ class Certificate:
     def _placed(self, state: State) -> tuple[Array, Array]:
         return self._engine.devices.put((state.mean, state.root))
 
-    def estimated(self, state: State, kept: Stratum, batches: Sequence[Stratum], max_looks: int) -> Certified:
+    def estimated(self, state: State, kept: Stratum | None, batches: Sequence[Stratum], max_looks: int) -> Certified:
         """The state after natural-gradient steps, with the bound and its natural gradient estimated from some rows.
 
         All rows are in the state by their Gaussian summaries. Only the errors of the summaries are estimated. These are
@@ -136,17 +136,18 @@ class Certificate:
         exceeds what sampling errors explain.
 
         :param state: after the last row.
-        :param kept: rows that represent themselves.
+        :param kept: rows that represent themselves; None: there are none.
         :param batches: a sample of the other rows, in batches of equal sizes, weighted to represent all of them.
         """
         base, no_prior_terms = without_prior_factor(state._replace(prior_factor=None)), _no_sums(state)
-        size = self._chunk(max(len(b.weights) for b in (kept, *batches)))
+        strata = [*batches] if kept is None else [kept, *batches]
+        size = self._chunk(max(len(stratum.weights) for stratum in strata))
 
         def evaluate(state: State) -> BoundEvaluation:
             placed = self._placed(state)
-            sums = [self._summed(*placed, stratum.in_chunks(size), size) for stratum in (kept, *batches)]
-            total = summed(sums)
-            return evaluate_bound(state, base, total, no_prior_terms)._replace(noise=_noise(state, sums[1:]))
+            sums = [self._summed(*placed, stratum.in_chunks(size), size) for stratum in strata]
+            noise = _noise(state, sums[-len(batches) :])
+            return evaluate_bound(state, base, summed(sums), no_prior_terms)._replace(noise=noise)
 
         return self._ascend(evaluate, state, 0.0, max_looks)
 

@@ -68,24 +68,17 @@ def stepped(certificate: Certificate, state: State, row_pass: RecursivePass) -> 
     sample = row_pass.sample.items()
     if sample is None or not WORTH_A_STEP * row_pass.sample.capacity <= row_pass.sample.num_seen:
         return state
-    kept, batches = _strata(sample, row_pass.kept, row_pass.sample.num_seen)
-    if not len(batches[0].weights):
-        return state
-    return certificate.estimated(state, kept._replace(weights=kept.weights[:0]), batches, max_looks=2).state
+    _, batches = _strata(sample, row_pass.kept, row_pass.sample.num_seen)
+    return certificate.estimated(state, None, batches, max_looks=2).state if len(batches[0].weights) else state
 
 
-def _strata(sample: KeptRows, kept: KeptRows | None, num_rows: int) -> tuple[Stratum, list[Stratum]]:
+def _strata(sample: KeptRows, kept: KeptRows | None, num_rows: int) -> tuple[Stratum | None, list[Stratum]]:
     """The kept rows, of weight one, and the sample of the other rows in batches, weighted to represent all of these."""
-    if kept is None:
-        others, kept_rows = (
-            np.arange(len(sample.positions)),
-            Stratum(sample.rows, sample.absorbed, np.zeros(0, np.float32)),
-        )
-    else:
-        others = np.flatnonzero(~np.isin(sample.positions, kept.positions))
-        kept_rows = Stratum(kept.rows, kept.absorbed, np.ones(len(kept.positions), np.float32))
+    positions = np.zeros(0, int) if kept is None else kept.positions
+    others = np.flatnonzero(~np.isin(sample.positions, positions))
+    kept_rows = None if kept is None else Stratum(kept.rows, kept.absorbed, np.ones(len(positions), np.float32))
     size = len(others) // NUM_BATCHES
-    weight = (num_rows - len(kept_rows.weights)) / max(size * NUM_BATCHES, 1)
+    weight = (num_rows - len(positions)) / max(size * NUM_BATCHES, 1)
     batches = []
     for number in range(NUM_BATCHES):
         rows, absorbed = selected((sample.rows, sample.absorbed), others[number * size : (number + 1) * size])

@@ -390,6 +390,14 @@ def test_a_sample_tells_what_a_pass_in_random_order_lacks(kind, few_are_kept):
     assert posterior.info["log_evidence_estimate"] == pytest.approx(posterior.info["bound_estimate"])
 
 
+@pytest.mark.parametrize("memory", ["auto", 0])
+def test_a_sample_moves_q_before_long_rows_are_read_again(memory, few_are_kept, monkeypatch):
+    monkeypatch.setattr("numpyro_rvga.families.full.FEW_NUMBERS", 1200 * 7)
+    rows, best = shuffled(made("poisson", 20_000)), best_of("poisson", 20_000)
+    posterior = run(RVGA(MODELS["poisson"], memory=memory), in_blocks(rows))
+    assert best.elbo - 0.001 < posterior.elbo < best.elbo + 1e-6 and posterior.info["converged"]
+
+
 @pytest.mark.parametrize("kind", ["logistic", "poisson"])
 def test_an_order_that_does_harm_is_told_and_mended_as_far_as_a_sample_can(kind, few_are_kept):
     rows = made(kind, 20_000)
