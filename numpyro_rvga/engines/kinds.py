@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +37,11 @@ from ..core.expectations.ladder import expectations, values_by_many_nodes
 from ..core.expectations.quadrature import CUBE_NODES
 from ..core.expectations.tilted import TiltedForm, tilted
 from ..core.matrices.linalg import semidefinite_factor
+from ..core.pytrees import PyTree
 from ..core.updates.factors import Expect, Kind, Moments, without_errors
 from ..model.terms.site_terms import MAX_PREDICTORS
 from ..model.terms.terms import Terms
 from ..options import Options, key_numbers
-
-Tree = TypeVar("Tree")
 
 NUM_HELD_OUT = 8  # sets of nodes that no search uses, to estimate errors
 
@@ -54,84 +53,58 @@ def make_kind(terms: Terms, options: Options, rng_key: Array, *, effort: str = "
         :func:`~numpyro_rvga.core.expectations.ladder.expectations`.
     :raises ValueError: naming the site, if the expectation asked for does not exist for its distribution.
     """
-    name = _resolve(terms, options)
-    rule = _rule(name, terms, options, rng_key, effort)
-    site = _SiteExpectations(terms, options, rng_key, rule)
-    sampled = name in ("monte_carlo", "draws") or (name == "ladder" and terms.num_predictors > 3)
+    rule = _rule(_resolve(terms, options), terms, options, rng_key, effort)
+    site = _SiteExpectations(terms, rule.finest)
     has_information = terms.information is not None and not terms.num_local
+    expect = _of_factors(jax.vmap(rule.finest), is_exact=True) if rule.of_many is None else _of_factors(rule.of_many)
     return Kind(
-        without_errors(site.filtered) if options.scheme == "ekf" and has_information else site.expect,
+        without_errors(site.filtered) if options.scheme == "ekf" and has_information else expect,
         site.plugin,
         site.finest,
         concave=terms.closed_form in cf.CONCAVE or is_constant(terms),
-        quadratic=(name == "exact" and terms.closed_form is cf.Gaussian) or is_constant(terms),
+        quadratic=rule.finest is cf.EXACT[cf.Gaussian] or is_constant(terms),
         conservative=rule.conservative,
         information=site.information if has_information else None,
         has_errors=rule.has_errors,
-        few=None if rule.few is None else site.few,
-        values=None if rule.values is None else site.values,
+        few=None if rule.few is None else _of_factors(rule.few),
+        values=None if rule.values is None else _of_factors(rule.values),
         has_few_draws=rule.has_few_draws,
-        held_out=site.held_out if sampled else None,
+        held_out=None if rule.held_out is None else _of_factors(rule.held_out),
     )
 
 
-class _SiteExpectations:
-    """The functions of a site's :class:`Kind`, by a rule for its density, times the weights of its rows.
+def _of_factors(of_densities: Callable, *, is_exact: bool = False) -> Callable:
+    """A function of n densities as one of n factors. ``is_exact``: with errors of zero beside its results.
 
-    The constants of a factor are its weight, what the density takes, and the Jacobian (C, K) of its predictors in K
+    The constants of a factor are its weight, what its density takes, and the Jacobian (C, K) of its predictors in K
     latent variables of its row, standard normal and integrated out: they add ``local @ local.T`` to the covariance.
     """
 
-    def __init__(self, terms: Terms, options: Options, rng_key: Array, rule: _Rule):
-        self._terms, self._options, self._seed, self._rule = terms, options, key_numbers(rng_key), rule
-
-    def expect(self, means: Array, covariances: Array, constants: tuple, **is_coarse: Array) -> tuple[Moments, Array]:
+    def of_factors(means: Array, covariances: Array, constants: tuple, **flags: Array) -> PyTree:
         weight, values, local = constants
-        covariances, of_many = _with_local(covariances, local), self._rule.of_many
-        if of_many is not None:
-            return _weighted(weight, of_many(means, covariances, values, **is_coarse))
-        moments = jax.vmap(self._rule.finest)(means, covariances, values)
-        return _weighted(weight, moments), jnp.zeros(len(means), means.dtype)
+        covariances = covariances + jnp.einsum("nck,ndk->ncd", local, local)
+        results = of_densities(means, covariances, values, **flags)
+        results = jax.tree.map(lambda x: weight.reshape(-1, *[1] * (x.ndim - 1)) * x, results)
+        return (results, jnp.zeros(len(means), means.dtype)) if is_exact else results
 
-    def few(self, means: Array, covariances: Array, constants: tuple, **is_corrected: Array) -> tuple[Moments, Array]:
-        weight, values, local = constants
-        assert self._rule.few is not None
-        return _weighted(weight, self._rule.few(means, _with_local(covariances, local), values, **is_corrected))
+    return of_factors
 
-    def values(self, means: Array, covariances: Array, constants: tuple) -> tuple[Array, Array]:
-        weight, values, local = constants
-        assert self._rule.values is not None
-        return _weighted(weight, self._rule.values(means, _with_local(covariances, local), values))
+
+class _SiteExpectations:
+    """The functions of one factor that a site's :class:`Kind` has. ``finest``: of its density."""
+
+    def __init__(self, terms: Terms, finest: Callable[..., Moments]):
+        self._terms, self._finest = terms, finest
 
     def filtered(self, means: Array, covariances: Array, constants: tuple) -> Moments:
-        """The moments of the extended Kalman filter (R-VGA paper, Theorem 3), whose curvature is the Fisher
-        information."""
+        """The moments of n factors by the extended Kalman filter (R-VGA paper, Theorem 3), whose curvature is the
+        Fisher information."""
         value, gradient, _ = jax.vmap(self.plugin)(means, covariances, constants)
         return value, gradient, -jax.vmap(self.information)(means, constants)
 
-    def held_out(self, means: Array, covariances: Array, constants: tuple) -> Array:
-        """E[phi] over sets of nodes that no search uses, (n, NUM_HELD_OUT)."""
-        weight, values, local = constants
-        covariances = _with_local(covariances, local)
-        if self._rule.held_out is not None:
-            return _weighted(weight, self._rule.held_out(means, covariances, values))
-        count, size = self._options.num_samples, self._terms.num_predictors
-        if self._terms.num_nodes > 1:  # each value is an integral itself: all sets take no more than a search does
-            count = max(count // NUM_HELD_OUT, 2)
-        sets = [ex.monte_carlo_points([number, *self._seed], count, size) for number in range(1, NUM_HELD_OUT + 1)]
-        z, weights = (np.stack(parts) for parts in zip(*sets))
-
-        def of_each(mean, covariance, values):
-            root, _ = semidefinite_factor(covariance)
-            points = mean + jnp.asarray(z, mean.dtype) @ root.T
-            densities = jax.vmap(jax.vmap(lambda u: self._terms.density(u, values)))(points)
-            return jnp.sum(jnp.asarray(weights, mean.dtype) * densities, axis=1)
-
-        return _weighted(weight, jax.vmap(of_each)(means, covariances, values))
-
     def finest(self, mean: Array, covariance: Array, constants: tuple) -> Moments:
         weight, values, local = constants
-        value, gradient, hessian = self._rule.finest(mean, covariance + local @ local.T, values)
+        value, gradient, hessian = self._finest(mean, covariance + local @ local.T, values)
         return weight * value, weight * gradient, weight * hessian
 
     def plugin(self, mean: Array, covariance: Array, constants: tuple) -> Moments:
@@ -150,16 +123,6 @@ class _SiteExpectations:
         weight, values, _ = constants
         assert self._terms.information is not None
         return weight * self._terms.information(mean, values)
-
-
-def _with_local(covariances: Array, local: Array) -> Array:
-    """Predictors' covariances (n, C, C), of a row's own latent variables too."""
-    return covariances + jnp.einsum("nck,ndk->ncd", local, local)
-
-
-def _weighted(weight: Array, results: Tree) -> Tree:
-    """Results (n, ...) of factors times the factors' weights (n,)."""
-    return jax.tree.map(lambda x: weight.reshape(-1, *[1] * (x.ndim - 1)) * x, results)
 
 
 def is_constant(terms: Terms) -> bool:
@@ -261,17 +224,19 @@ def _rule(name: str | ex.Expectation, terms: Terms, options: Options, rng_key: A
         assert nodes is not None
         return ex.from_nodes(density, mean, covariance, *nodes, order)
 
+    is_sampled = name == "monte_carlo" or (name == "ladder" and nodes is not None)
+    held_out = _held_out(terms, options, rng_key) if is_sampled else None
     if name != "ladder":
-        return _Rule(at_density(over_nodes), order == 1)
+        return _Rule(at_density(over_nodes), order == 1, held_out=held_out)
     expect, few = (
         expectations(terms.density, terms.num_predictors, nodes, effort=each, cost=terms.num_nodes)
         for each in (effort, "few")
     )
     finest = at_density(partial(ex.quadrature, 1) if nodes is None else over_nodes)
     if options.expectation != "auto":
-        return _Rule(finest, True, expect, has_errors=True)
+        return _Rule(finest, True, expect, has_errors=True, held_out=held_out)
     values = values_by_many_nodes(terms.density, terms.num_nodes) if terms.num_predictors in CUBE_NODES else None
-    return _Rule(finest, True, expect, has_errors=True, few=few, values=values)
+    return _Rule(finest, True, expect, has_errors=True, few=few, values=values, held_out=held_out)
 
 
 def _nodes_of(name: str, terms: Terms, options: Options, rng_key: Array) -> tuple[np.ndarray, np.ndarray] | None:
@@ -281,6 +246,28 @@ def _nodes_of(name: str, terms: Terms, options: Options, rng_key: Array) -> tupl
     if name == "monte_carlo" or terms.num_predictors > 3:
         return ex.monte_carlo_points(key_numbers(rng_key), options.num_samples, terms.num_predictors)
     return None
+
+
+def _held_out(terms: Terms, options: Options, rng_key: Array) -> Callable[[Array, Array, PyTree], Array]:
+    """E[phi] over sets of nodes that no search uses, (n, NUM_HELD_OUT)."""
+    count, seed = options.num_samples, key_numbers(rng_key)
+    if terms.num_nodes > 1:  # each value is an integral itself: all sets take no more than a search does
+        count = max(count // NUM_HELD_OUT, 2)
+
+    def held_out(means: Array, covariances: Array, values: PyTree) -> Array:
+        size = terms.num_predictors
+        sets = [ex.monte_carlo_points([number, *seed], count, size) for number in range(1, NUM_HELD_OUT + 1)]
+        z, weights = (np.stack(parts) for parts in zip(*sets))
+
+        def of_each(mean, covariance, values):
+            root, _ = semidefinite_factor(covariance)
+            points = mean + jnp.asarray(z, mean.dtype) @ root.T
+            densities = jax.vmap(jax.vmap(lambda u: terms.density(u, values)))(points)
+            return jnp.sum(jnp.asarray(weights, mean.dtype) * densities, axis=1)
+
+        return jax.vmap(of_each)(means, covariances, values)
+
+    return held_out
 
 
 def _rule_of(expectation: ex.Expectation, terms: Terms) -> _Rule:
