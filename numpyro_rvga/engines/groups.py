@@ -75,10 +75,7 @@ class GroupTerms:
         self._devices = engine.devices
         self._directions, self._inputs = self._put((members.directions.astype(program.dtype), self._inputs))
         of_rows, of_prior = [*zip(program.terms, engine.kinds)], [(x.terms, x.kind) for x in self._prior]
-        self._compiled, self._compiled_prior = (engine.compiled(partial(self._sums, x)) for x in (of_rows, of_prior))
-        self._compiled_open, self._compiled_open_prior = (
-            engine.compiled(partial(self._open, x)) for x in (of_rows, of_prior)
-        )
+        self._of_rows, self._of_prior = (engine.compiled(partial(self._sums, x)) for x in (of_rows, of_prior))
 
     def chunks(
         self, rows: Arrays, index: np.ndarray, padded: int = 0, weights: np.ndarray | None = None
@@ -123,26 +120,31 @@ class GroupTerms:
             for x in self._prior
         ]
 
-    def row_sums(self, q: _ArraysOfQ, chunk: PyTree) -> tuple[Array, ...]:
-        rows, weights, member = chunk
-        return self._compiled(q, self._directions, rows, weights, member)
+    def row_sums(self, q: _ArraysOfQ, chunk: PyTree, *, of_each: bool = False) -> tuple[Any, ...]:
+        """The sums of :meth:`_sums` over a chunk of rows. ``of_each``: whether those in the shared entries are of each
+        member."""
+        return self._of_rows(q, self._directions, *chunk, chunk[2] if of_each else None)
 
-    def prior_sums(self, q: _ArraysOfQ, weights: list[np.ndarray]) -> tuple[Array, ...]:
-        members = tuple(x.of[None] for x in self._prior)
-        return self._compiled_prior(q, self._directions, self._inputs, tuple(weights), members)
+    def prior_sums(self, q: _ArraysOfQ, weights: list[np.ndarray], *, of_each: bool = False) -> tuple[Any, ...]:
+        """As :meth:`row_sums`, over prior terms with weights (1, E) or (1, 1)."""
+        of = tuple(x.of[None] for x in self._prior)
+        belongs = tuple(x.whose[None] for x in self._prior) if of_each else None
+        return self._of_prior(q, self._directions, self._inputs, tuple(weights), of, belongs)
 
     def open_sums(
         self, mean: np.ndarray, root: np.ndarray, groups: Groups, chunks: list[PyTree]
     ) -> tuple[OpenSums, OpenSums]:
         """Sums for groups that are the first members: over their priors, and over rows."""
         q = self.q(mean, root, groups)
-        ones = tuple(np.ones((1, 1), np.float32) for _ in self._prior)
-        of, belongs = (tuple(x[None] for x in of_all) for of_all in zip(*[(x.of, x.whose) for x in self._prior]))
-        of_prior = self._compiled_open_prior(q, self._directions, self._inputs, ones, of, belongs)
-        of_rows = [self._compiled_open(q, self._directions, *chunk, chunk[2]) for chunk in chunks]
-        of_rows.append(tuple(np.zeros(x.shape) for x in of_prior))
-        count = len(groups.mean)
-        return _open_sums([of_prior], count), _open_sums(of_rows, count)
+        of_prior = self.prior_sums(q, [np.ones((1, 1), np.float32)] * len(self._prior), of_each=True)
+        no_rows = jax.tree.map(lambda x: np.zeros(x.shape), of_prior)
+        of_rows = [no_rows, *(self.row_sums(q, chunk, of_each=True) for chunk in chunks)]
+        return self._open([of_prior], len(groups.mean)), self._open(of_rows, len(groups.mean))
+
+    @staticmethod
+    def _open(pieces: list[tuple[Any, ...]], count: int) -> OpenSums:
+        of_groups, of_shared, _ = summed(map(in_double, pieces))
+        return OpenSums(*[x[:count] for x in (*of_groups, *of_shared)])
 
     def with_blocks(self, sums: GroupSums, mean: np.ndarray, root: np.ndarray) -> GroupSums:
         """The sums with multivariate normal priors of shared sites, which are no terms."""
@@ -162,7 +164,7 @@ class GroupTerms:
     def _shares(
         self, terms: Terms, kind: Kind, q: _ArraysOfQ, directions: Array, rows: dict, weight: Array, of: Array
     ) -> tuple[tuple[Array, ...], tuple[Array, ...], Array]:
-        """Each term's share of what :meth:`_accumulated` adds up: value, gradient, and minus the Hessian, own and
+        """Each term's share of what :meth:`_sums` adds up: value, gradient, and minus the Hessian, own and
         mixed; gradient and minus the Hessian in the shared entries; and the error.
 
         :param weight: (n, E) or (n, 1). :param of: the members that the terms depend on, (n, E).
@@ -183,19 +185,7 @@ class GroupTerms:
         of_groups = value, of_own, by_own @ (-hessian @ own), by_own @ weighted
         return of_groups, (of_shared, by_all @ weighted), errors
 
-    def _sums(self, sites: list[tuple[Terms, Kind]], *arguments: Any) -> tuple[Array, ...]:
-        """The fields of :class:`GroupSums`, with those of nobody as the last group's. ``arguments``: of
-        :meth:`_accumulated`, without the last."""
-        of_groups, of_shared, error = self._accumulated(sites, *arguments, None)
-        return *of_groups, jnp.zeros_like(error), *of_shared, error
-
-    def _open(self, sites: list[tuple[Terms, Kind]], *arguments: Any) -> tuple[Array, ...]:
-        """The fields of :class:`OpenSums`, with those of nobody as the last group's. ``arguments``: of
-        :meth:`_accumulated`."""
-        of_groups, of_shared, _ = self._accumulated(sites, *arguments)
-        return *of_groups, *of_shared
-
-    def _accumulated(
+    def _sums(
         self,
         sites: list[tuple[Terms, Kind]],
         q: _ArraysOfQ,
@@ -205,8 +195,8 @@ class GroupTerms:
         members: tuple[Array, ...],
         whose: tuple[Array, ...] | None,
     ) -> tuple[tuple[Array, ...], tuple[Array, ...], Array]:
-        """Sums over the terms of each member: values, gradients and curvatures in its own entries; those in the shared
-        entries; and errors.
+        """Sums over the terms of each member, the last of which is nobody: values, gradients and curvatures in its own
+        entries; those in the shared entries; and errors.
 
         :param weights: of each site's terms, (n, E) or (n, 1). :param members: that they depend on, (n, E).
         :param whose: the members that they belong to, (n, E), of each of which there is a sum then. None: each belongs
@@ -245,14 +235,9 @@ class GroupEvaluations:
         terms = self._terms
         q = terms.q(mean, root, groups)
         pieces = [terms.prior_sums(q, self._weights), *(terms.row_sums(q, chunk) for chunk in self._chunks)]
-        sums = GroupSums(*summed(map(in_double, pieces)))
-        of_groups = [x[: self._count] for x in (sums.values, sums.gradient, sums.precision, sums.coupling)]
-        sums = GroupSums(*of_groups, sums.shared_value + sums.values[-1], *sums[5:])
+        of_groups, of_shared, error = summed(map(in_double, pieces))
+        sums = GroupSums(*[x[: self._count] for x in of_groups], of_groups[0][-1], *of_shared, error)
         return terms.with_blocks(sums, mean, root) if self._with_shared_prior else sums
-
-
-def _open_sums(pieces: list[tuple], count: int) -> OpenSums:
-    return OpenSums(*[x[:count] for x in summed(map(in_double, pieces))])
 
 
 def _check(engine: Engine) -> None:
