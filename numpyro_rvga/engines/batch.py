@@ -149,7 +149,8 @@ class BatchSolver:
         chunks, before = distinct_chunks_of(engine, rows), program.initial_state
         start = None
         if init is not None:
-            start = whitened(before, *[jnp.asarray(x, program.dtype) for x in (init.mean, init.root)])
+            nearby = [jnp.asarray(x, program.dtype) for x in (init.mean, init.root)]
+            start = whitened(before.mean, before.root, *nearby)
         if program.params.layout.size:
             tolerance = self._options.tolerance or LEARNING_TOLERANCE
             learned = learn(MaximizedBound.of(engine), chunks, start, tolerance, bar)

@@ -42,16 +42,7 @@ from .devices import Devices
 from .effort import Effort
 from .joint_solver import Coarse, JointProblem, JointSolver, PriorProblem, RowChunks, search_for, whitened
 from .kinds import make_kind
-from .linearized import (
-    AbsorbedRows,
-    absorbed_row_factors,
-    at_indices,
-    by_row,
-    factors_of,
-    merged_by_form,
-    prepare,
-    sites_by_form,
-)
+from .linearized import at_indices, by_row, factors_of, merged_by_form, prepare, sites_by_form, without_padding
 from .starts import MOST_NUMBERS, MOST_PARAMETERS, other_means
 
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
@@ -100,7 +91,7 @@ class Engine:
         self._prepare_prior = jit(self._prior_prepared)
         self._linearize_prior = jit(partial(factors_of, of_forms))
         self._prepare_block = Compiled(self._prepared_block, level=0)
-        self._absorbed_row_factors = Compiled(absorbed_row_factors)
+        self._without_padding = Compiled(without_padding)
         size = program.layout.size
         self.joint_solver = JointSolver(self.joint_parts, self.devices, size, self._is_little_work)
         self._prior_solver = JointSolver(self._prior_parts, self.devices, size, self._is_little_work)
@@ -190,35 +181,33 @@ class Engine:
     # ------------------------------------------------------------------ joint solves
     def joint(
         self,
-        prior_inputs: dict,
         state: State,
         rows: dict,
         weights: Array,
-        absorbed_rows: AbsorbedRows | None = None,
+        row_factors: tuple[QuadraticFactors, ...] | None = None,
         *,
+        num_new: np.ndarray | None = None,
         nearby: FullGaussian | None = None,
         with_absorbed: bool = False,
     ) -> tuple[State, StepInfo]:
         """The state after rows, solved for together with the prior's own terms.
 
-        :param prior_inputs: as ``program.prior_inputs``. :param rows: (n, ...) arrays. :param weights: (n,).
-        :param absorbed_rows: the Gaussian approximations by which these rows are part of the state; they are divided
-            out of it. None: the rows are new.
+        :param rows: (n, ...) arrays. :param weights: (n,).
+        :param row_factors: Gaussian approximations (n, E, ...) of the rows, which are divided out of the state; None:
+            there are none. :param num_new: how many rows are new to the state; None: all of them.
         :param nearby: where the search starts; None: at the state.
         :param with_absorbed: report the moments of the rows' predictors under q, for later solves.
         """
-        prepared, new = self._prepare_block(rows, weights)
-        row_factors = None if absorbed_rows is None else self._absorbed_row_factors(absorbed_rows, weights)
-        init = None if nearby is None else whitened(state, nearby.mean, nearby.root)
-        settings = self.effort.settings() if absorbed_rows is None else self.effort.settings_around_a_stream()
+        prepared, count = self._prepare_block(rows, weights)
+        row_factors = None if row_factors is None else self._without_padding(row_factors, weights)
+        init = None if nearby is None else whitened(state.mean, state.root, nearby.mean, nearby.root)
+        settings = self.effort.settings() if row_factors is None else self.effort.settings_around_a_stream()
         search = self._search(settings, 1, has_start=init is not None)
-        problem = JointProblem(state, prepared, prior_inputs, row_factors, init)
-        new = new if absorbed_rows is None else absorbed_rows.num_new
+        problem = JointProblem(state, prepared, self.program.prior_inputs, row_factors, init)
         others = self._other_means(search, problem, len(weights))
-        has_errors = self.effort.has_estimated_errors and absorbed_rows is None and not search.mode
-        options: Info = {"with_absorbed": with_absorbed, "with_error_estimates": has_errors, "other_means": others}
-        problem, coarse = self._coarse(search, problem)
-        return self.joint_solver(search, problem, new, coarse=coarse, **options)
+        problem, options = self._begun(search, problem)
+        new = count if num_new is None else num_new
+        return self.joint_solver(search, problem, new, other_means=others, with_absorbed=with_absorbed, **options)
 
     def solve_all(
         self,
@@ -234,11 +223,14 @@ class Engine:
         """
         search = self.search_all(problem, alternating=alternating)
         others = self._other_means(search, problem, problem.num_rows)
-        problem = self.prepared_once(problem)
-        has_errors = self.effort.has_estimated_errors and not search.mode
-        options: Info = {"with_error_estimates": has_errors, "on_step": on_step, "other_means": others}
+        problem, options = self._begun(search, self.prepared_once(problem))
+        return self.joint_solver(search, problem, num_rows, other_means=others, on_step=on_step, **options)
+
+    def _begun(self, search: Search, problem: JointProblem) -> tuple[JointProblem, Info]:
+        """The problem as :class:`JointSolver` takes it, with what it begins with, and whether to estimate errors."""
+        has_errors = self.effort.has_estimated_errors and problem.row_factors is None and not search.mode
         problem, coarse = self._coarse(search, problem)
-        return self.joint_solver(search, problem, num_rows, coarse=coarse, **options)
+        return problem, {"coarse": coarse, "with_error_estimates": has_errors}
 
     def prepared_once(self, problem: JointProblem) -> JointProblem:
         """The problem with its rows prepared, where they are one chunk, and not at each step."""

@@ -89,7 +89,7 @@ class GradientAscent:
         started, info = evaluate(problem)
         if not bool(info.ok):
             return started, info
-        mean, precision = whitened(before, started.mean, started.root)
+        mean, precision = whitened(before.mean, before.root, started.mean, started.root)
         root = np.linalg.cholesky(np.linalg.inv(np.asarray(precision, np.float64)))
         size, dtype, lower_part = mean.size, before.mean.dtype, np.tril_indices(mean.size)
 

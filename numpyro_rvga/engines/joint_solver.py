@@ -13,7 +13,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from ..core.compilation import Compiled, jit, jit_once
+from ..core.compilation import Compiled, jit
 from ..core.matrices.precisions import PrecisionForm
 from ..core.pytrees import PyTree
 from ..core.updates.drivers import Evaluated, Pending, Progress, StepParts, Steps, solve
@@ -144,19 +144,12 @@ def search_for(
     )
 
 
-def whitened(before: State, mean: Array, root: Array) -> tuple[Array, Array]:
-    """Mean and precision of N(mean, root root^T), in coordinates in which ``before`` is standard normal."""
-    return _whitened(before.mean, before.root, mean, root)
-
-
-def whitened_traced(origin: Array, scale: Array, mean: Array, root: Array) -> tuple[Array, Array]:
-    """:func:`whitened` inside a compiled function, in coordinates in which N(origin, scale scale^T) is standard
+@partial(Compiled, level=0)
+def whitened(origin: Array, scale: Array, mean: Array, root: Array) -> tuple[Array, Array]:
+    """Mean and precision of N(mean, root root^T), in coordinates in which N(origin, scale scale^T) is standard
     normal."""
     inverse = jnp.linalg.solve(root, scale)
     return jnp.linalg.solve(scale, mean - origin), inverse.T @ inverse
-
-
-_whitened = jit_once(whitened_traced)
 
 
 class JointSolver:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,42 +129,20 @@ def merged_by_form(forms: list[list[int]], prepared: tuple) -> tuple:
     return tuple(jax.tree.map(lambda *x: jnp.concatenate(x), *[prepared[i] for i in same]) for same in forms)
 
 
-class AbsorbedRows(NamedTuple):
-    """How n rows are part of a state.
+def no_row_factors(all_terms: Sequence[Terms], num_rows: int, dtype: DTypeLike) -> tuple[QuadraticFactors, ...]:
+    """Gaussian approximations (n, E, ...) of rows that are part of no state: zero."""
 
-    :ivar row_factors: their Gaussian approximations in it, (n, E, ...) arrays.
-    :ivar is_part: one if they are part of it, else zero.
-    :ivar num_new: how many rows are new to it.
-    """
+    def nothing(terms: Terms) -> QuadraticFactors:
+        e, c = terms.num_elements, terms.num_predictors
+        return QuadraticFactors(*[np.zeros((num_rows, *shape), dtype) for shape in ((e,), (e, c), (e, c, c))])
 
-    row_factors: tuple[QuadraticFactors, ...]
-    is_part: Array | np.ndarray
-    num_new: Array | np.ndarray
-
-    @classmethod
-    def new(cls, all_terms: Sequence[Terms], weights: np.ndarray, dtype: DTypeLike) -> AbsorbedRows:
-        """Rows that are part of no state, of these weights."""
-
-        def nothing(terms: Terms) -> QuadraticFactors:
-            e, c = terms.num_elements, terms.num_predictors
-            arrays = [np.zeros((len(weights), *shape), dtype) for shape in ((e,), (e, c), (e, c, c))]
-            return QuadraticFactors(*arrays)
-
-        count = np.asarray(np.count_nonzero(weights), np.int32)
-        return cls(tuple(map(nothing, all_terms)), np.zeros((), np.int32), count)
-
-    @classmethod
-    def of_state(cls, row_factors: tuple[QuadraticFactors, ...]) -> AbsorbedRows:
-        """Rows that are all part of the state."""
-        return cls(row_factors, np.ones((), np.int32), np.zeros((), np.int32))
+    return tuple(map(nothing, all_terms))
 
 
-def absorbed_row_factors(absorbed_rows: AbsorbedRows, weights: Array) -> tuple[QuadraticFactors, ...]:
-    """The approximations of rows that are part of the state, (n E, ...); zero for others, and for padding."""
-    part = absorbed_rows.is_part * (weights > 0)
-    return merged(
-        jax.tree.map(lambda x: part.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, absorbed_rows.row_factors)
-    )
+def without_padding(row_factors: tuple[QuadraticFactors, ...], weights: Array) -> tuple[QuadraticFactors, ...]:
+    """Gaussian approximations (n, E, ...) of rows as (n E, ...) arrays, zero where the weight is."""
+    kept = weights > 0
+    return merged(jax.tree.map(lambda x: kept.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, row_factors))
 
 
 def _shapes(terms: Terms) -> tuple[tuple[int, ...], ...]:

@@ -34,7 +34,7 @@ from ..model.data.arguments import PARAMS
 from ..model.site_families import SiteEntries
 from ..options import key_numbers
 from .engine import Engine
-from .joint_solver import search_for, whitened_traced
+from .joint_solver import search_for, whitened
 
 MOST_IN_GRID = 2  # entries that a row depends on; of more, nodes are random in all entries
 NODES = {1: 32, 2: 20}  # along each axis of a grid, by the number of its axes
@@ -303,7 +303,7 @@ class MeanFieldUpdates:
         engine = self.engine
         search = search_for((*engine.prior_kinds, *engine.kinds), engine.effort.settings(), staged=False)
         rows, prior = FactorSet(engine.kinds, linearize), engine.prior_set(block.prior_inputs)
-        init = whitened_traced(before.mean, before.root, near.mean, near.root)
+        init = whitened(before.mean, before.root, near.mean, near.root)
         parts = DenseJoint(search, rows, prior, before, init=init)
         after, info = parts.absorb(solve_joint_traced(search, parts), jnp.zeros((), jnp.int32), None)
         return after, jnp.where(info.ok, info.bound, jnp.nan)

@@ -225,7 +225,7 @@ class FullFamily:
         weights = jnp.ones(num_rows(rows))
         implicit = self.options.scheme in ("implicit", "laplace")
         if implicit and self.dynamics is None:
-            return engine.joint(engine.program.prior_inputs, state, rows, weights)[0]
+            return engine.joint(state, rows, weights)[0]
         return engine.stream(state, *in_blocks((rows, weights), len(weights) if implicit else 1))[0]
 
     def posterior(self, state: State) -> Posterior:

@@ -21,7 +21,7 @@ from ..core.gaussians import FullGaussian
 from ..core.updates.factors import ErrorEstimates
 from ..core.updates.state import Absorbed, QuadraticFactors, State, StepInfo
 from ..engines.engine import Engine
-from ..engines.linearized import AbsorbedRows, num_absorbed
+from ..engines.linearized import no_row_factors, num_absorbed
 from ..engines.sparse import SparseEngine
 from ..engines.starts import modes_info
 from ..model.bad_rows import NotFinite, describe_bad_rows
@@ -89,12 +89,12 @@ class RecursivePass(Pass[State, StepInfo]):
             if not sizes.keeps_rows:
                 rows, weights = once_each(rows, weights)
             rows, weights = pad(rows, engine.devices.padded(len(weights)), weights)
-            program, absorbed_rows = engine.program, ()
+            program, row_factors = engine.program, None
             if sizes.keeps_rows:
-                absorbed_rows = (AbsorbedRows.new(program.terms, weights, program.dtype),)
+                row_factors = no_row_factors(program.terms, len(weights), program.dtype)
             rows, weights = engine.devices.put_rows((rows, weights))
             options: Info = {"nearby": self._nearby, "with_absorbed": sizes.keeps_rows}
-            return engine.joint(program.prior_inputs, state, rows, weights, *absorbed_rows, **options)
+            return engine.joint(state, rows, weights, row_factors, **options)
         blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
         return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_absorbed=sizes.keeps_rows)
 
@@ -212,9 +212,8 @@ class RecursivePass(Pass[State, StepInfo]):
     def _solved(self, state: State, rows: Rows, row_factors: tuple[QuadraticFactors, ...]) -> tuple[State, StepInfo]:
         """The state with these rows in place of ``row_factors``, by which they are part of it."""
         rows, weights, row_factors = self._placed(rows, row_factors, self._engine.devices.padded(self._sizes.joint))
-        absorbed_rows = AbsorbedRows.of_state(row_factors)
-        inputs = self._program.prior_inputs, state, rows, weights, absorbed_rows
-        after, info = self._engine.joint(*inputs, with_absorbed=True)
+        options: Info = {"num_new": np.zeros((), np.int32), "with_absorbed": True}
+        after, info = self._engine.joint(state, rows, weights, row_factors, **options)
         self._summary.add(info)
         return after, info
 

@@ -332,5 +332,5 @@ def state_of_sample(engine: Engine, start: State, counts: Sequence[int], sample_
         [np.full(share, count / max(share, 1), np.float32) for share, count in zip(shares, counts)]
     )
     rows, weights = engine.devices.put_rows(pad(rows, engine.devices.rounded_up(len(weights)), weights))
-    state, info = engine.joint(engine.program.prior_inputs, engine.devices.put(start), rows, weights)
+    state, info = engine.joint(engine.devices.put(start), rows, weights)
     return engine.devices.fetch(state)._replace(num_rows=Count.of(total)) if bool(info.ok) else None
