@@ -15,11 +15,10 @@ from jax.typing import ArrayLike
 from ..core.groups.importance import Estimate
 from ..core.updates.factors import Nodes
 from ..engines.engine import Engine
-from ..engines.integration.bounds import Bound
+from ..engines.integration.bounds import Bound, LogDensity, weighted_rows
+from ..engines.integration.design import mixture_of
 from ..engines.integration.evidence_estimate import EvidenceEstimate
 from ..engines.integration.importance import MOST_WITH_DENSITY, UNSETTLED
-from ..engines.integration.log_density import LogDensity, weighted_rows
-from ..engines.integration.mixtures import mixture_of
 from ..engines.integration.nested import Integral
 from ..engines.maximized_bound import MaximizedBound, SparseMaximizedBound
 from ..engines.registry import Engines

@@ -12,7 +12,14 @@ from jax import Array
 
 from ..core.groups.importance import Estimate
 from ..core.updates.factors import Nodes
-from ..engines.integration.bounds import Bound, from_other_starts, marginal_of, moments_of, nodes_called_for
+from ..engines.integration.bounds import (
+    Bound,
+    LogDensity,
+    from_other_starts,
+    marginal_of,
+    moments_of,
+    nodes_called_for,
+)
 from ..engines.integration.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
 from ..engines.integration.lattice import integrate_lattice
 from ..engines.integration.nested import ABOVE, NUM_TRIALS, Integral, Marginal, Mode, find_mode

@@ -7,9 +7,9 @@ import pytest
 from scipy import special, stats
 
 from numpyro_rvga.core.groups.importance import Estimate
+from numpyro_rvga.engines.integration.design import kernel_weights, mixture_of
 from numpyro_rvga.engines.integration.importance import _Moments, _stratified, integrate_by_importance
 from numpyro_rvga.engines.integration.lattice import integrate_lattice
-from numpyro_rvga.engines.integration.mixtures import kernel_weights, mixture_of
 from numpyro_rvga.engines.integration.nested import Marginal, Mode, Point, _axes, find_mode
 from numpyro_rvga.engines.maximized_bound import Maximum
 from numpyro_rvga.model.bad_rows import NotFinite

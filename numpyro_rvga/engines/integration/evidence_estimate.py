@@ -40,15 +40,13 @@ class EvidenceEstimate:
                     f"marginal='importance' needs affine predictors, and given the integrated sites those of site "
                     f"{terms.site!r} are not: integrate more sites, or use marginal='bound'."
                 )
-        self._bound, self._groups = bound, None
-        self._estimate = None
+        self._bound, self._estimate = bound, None
 
     def __call__(self, params: Array, chunks: RowChunks, start: Start) -> Estimate:
         if self._estimate is None:
             engine = self._bound.engine
             coupled = np.asarray(engine.compiled(self._coupled)(params, chunks))
-            self._groups = independent_groups(coupled)
-            self._estimate = engine.compiled(partial(self._estimated, self._groups))
+            self._estimate = engine.compiled(partial(self._estimated, independent_groups(coupled)))
         return self._estimate(params, chunks, start)
 
     def _estimated(self, groups: Partition, params: Array, chunks: RowChunks, start: Start) -> Estimate:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...model.bad_rows import NotFinite
+from .design import kernel_weights
 from .nested import (
     ABOVE,
     MOST_MISSED,
@@ -93,6 +94,7 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
         if not _are_slopes_of(kept, bounds, gradients, scale):
             gradients = _lattice_slopes(kept, bounds[:, None], scale)[:, 0]
         design = _refined(list(kept), design, bounds, gradients)
+    design = design._replace(mass=kernel_weights(design.h, design.mass, design.kernel))
     return Integral.over(points, mass, design, float(log_evidence), info)
 
 

@@ -322,14 +322,13 @@ Root = np.ndarray | SolvedRoot
 
 
 class Design(NamedTuple):
-    """Points with the marginal's mass at each, and x given h there.
+    """Gaussians in h around points, and x given h there.
 
-    :ivar h: (K, d). :ivar mass: (K,), sums to one. :ivar means: of x, (K, P). :ivar roots: Cholesky factors of its
-        covariances, (K, P, P), or :class:`SolvedRoot` with K along the leading axis.
+    :ivar h: (K, d). :ivar mass: of the Gaussians, (K,), sums to one. :ivar means: of x, (K, P).
+    :ivar roots: Cholesky factors of its covariances, (K, P, P), or :class:`SolvedRoot` with K along the leading axis.
     :ivar slopes: of its mean in h, (K, P, d).
     :ivar kernel: (d, d), a root of the covariance of the Gaussians in h that stand around the points, or one for each
         point, (K, d, d).
-    :ivar is_weighted: whether ``mass`` is the weight of these Gaussians already.
     """
 
     h: np.ndarray
@@ -338,7 +337,6 @@ class Design(NamedTuple):
     roots: Root
     slopes: np.ndarray
     kernel: np.ndarray
-    is_weighted: bool = False
 
 
 class Integral(NamedTuple):

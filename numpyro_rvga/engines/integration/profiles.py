@@ -73,8 +73,7 @@ class Profiles(NamedTuple):
         z, slopes = np.empty_like(v), np.empty_like(v)
         for j, profile in enumerate(self.axes):
             z[:, j] = np.interp(v[:, j], profile.standard, profile.edges)
-            cell = np.clip(np.searchsorted(profile.edges, z[:, j], side="right") - 1, 0, NUM_CELLS - 1)
-            slopes[:, j] = (np.diff(profile.edges) / np.diff(profile.standard))[cell]
+            slopes[:, j] = (np.diff(profile.edges) / np.diff(profile.standard))[profile.cells(z[:, j])]
         return z, slopes
 
 
