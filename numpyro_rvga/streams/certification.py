@@ -77,9 +77,9 @@ class Certification:
         """
         result = CertifiedState(state, None, {}, {})
         if row_pass.is_one_solve:
-            bound, off = float(state.log_evidence), row_pass.info["largest_decrement"]
-            info = _described(0, off, bound, bound)
-            info["converged"] = row_pass.info["converged"] or off <= self._tolerance
+            bound, summary = float(state.log_evidence), row_pass.summary.info()
+            off = summary["largest_decrement"]
+            info = _described(0, off, bound, bound) | {"converged": summary["converged"] or off <= self._tolerance}
             result = CertifiedState(state, bound, info, row_pass.only_rows, row_pass.error_estimates)
         if not self.certifies(engine) or result.rows:
             return result
@@ -105,7 +105,7 @@ class Certification:
         """
         if not result.rows or not self.certifies(engine):
             return result.bound
-        check = engine.once(ModelCheck, lambda: ModelCheck(engine, Certificate.of(engine)))
+        check = engine.once(ModelCheck, lambda: ModelCheck(engine))
         if engine.program.local_names or check.is_done:
             return result.bound
         rng = np.random.default_rng(key_numbers(rng_key))

@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from ..model.data.row_set import row_digests
-from ..model.data.rows import Rows, joined, num_rows, selected
-from .source import NOTHING, RowSource
+from ..model.data.rows import Rows, num_rows, selected
+from .source import RowSource
 
-Check = Callable[[Rows], np.ndarray]
+POSITION, DIGEST = "#position", "#digest"  # beside a row's arrays, whose names are identifiers
 
 
 class Piece(NamedTuple):
     """Rows that a step takes.
 
     :ivar positions: at which the source handed them out, (n,). :ivar digests: see :func:`row_digests`, (n,).
-    :ivar left_out: positions up to ``stop`` of rows that were left out since the piece before, sorted.
-    :ivar stop: the position after these rows.
     """
 
     rows: Rows
     positions: np.ndarray
     digests: np.ndarray
-    left_out: np.ndarray
-    stop: int
 
     @property
     def num_rows(self) -> int:
         return len(self.positions)
-
-    def without(self, bad: np.ndarray) -> Piece:
-        """The others. ``bad``: indices of rows."""
-        kept = np.setdiff1d(np.arange(self.num_rows), bad)
-        left_out = np.union1d(self.left_out, self.positions[bad])
-        return Piece(*selected((self.rows, self.positions, self.digests), kept), left_out, self.stop)
-
-    def split(self, size: int) -> tuple[Piece, Piece]:
-        """The first rows, and the rest."""
-        stop = int(self.positions[size])
-        before, rest = self.left_out < stop, self.left_out >= stop
-        arrays = self.rows, self.positions, self.digests
-        first = Piece(*selected(arrays, slice(size)), self.left_out[before], stop)
-        return first, Piece(*selected(arrays, slice(size, None)), self.left_out[rest], self.stop)
 
 
 class Feed:
@@ -53,53 +34,43 @@ class Feed:
 
     :param source: at its position ``start``.
     :param usable: rows -> which of them can be used, (n,); None: all.
+    :param left_out: positions before ``start`` of rows that were left out, sorted.
+
+    :ivar left_out: positions of all rows that were left out, sorted. :ivar stop: the position after the rows so far.
     """
 
-    def __init__(self, source: RowSource, start: int, usable: Check | None):
-        self._source, self._position, self._usable = source, start, usable
-        self._held: deque[Piece] = deque()
+    def __init__(
+        self, source: RowSource, start: int, usable: Callable[[Rows], np.ndarray] | None, left_out: np.ndarray
+    ):
+        self._source, self._usable, self._size = source, usable, 0
+        self.stop, self.left_out = start, left_out
+        self._held = RowSource(lambda _: self._read())
 
     def take(self, size: int) -> Piece | None:
         """The next ``size`` rows that can be used, fewer at the end; None after it."""
-        pieces: list[Piece] = []
-        missing = size
-        while missing:
-            piece = self._held.popleft() if self._held else self._read(size)
-            if piece is None:
-                break
-            if piece.num_rows > missing:
-                piece, rest = piece.split(missing)
-                self._held.appendleft(rest)
-            pieces.append(piece)
-            missing -= piece.num_rows
-        return _together(pieces) if pieces else None
-
-    def put_back(self, pieces: list[Piece]) -> None:
-        """Pieces that were taken last, in their order."""
-        self._held.extendleft(reversed(pieces))
-
-    def _read(self, size: int) -> Piece | None:
-        """The next ``size`` rows of the source, without those that cannot be used."""
-        rows = self._source.take(size)
+        self._size = size
+        rows = self._held.take(size)
         if rows is None:
             return None
-        start, count = self._position, num_rows(rows)
-        self._position += count
-        positions = np.arange(start, self._position)
-        if self._usable is None:
-            return Piece(rows, positions, row_digests(rows), NOTHING, self._position)
-        usable = self._usable(rows)
-        if not usable.all():
-            rows = selected(rows, usable)
-        rows = self._source.as_declared(rows)
-        return Piece(rows, positions[usable], row_digests(rows), positions[~usable], self._position)
+        arrays = {name: array for name, array in rows.items() if name not in (POSITION, DIGEST)}
+        return Piece(arrays, rows[POSITION], rows[DIGEST])
 
+    def put_back(self, pieces: list[Piece], bad: np.ndarray) -> None:
+        """Pieces that were taken last, in their order, without the rows at some positions, which are left out."""
+        self.left_out = np.union1d(self.left_out, bad)
+        for rows, positions, digests in reversed(pieces):
+            self._held.put_back(
+                selected({**rows, POSITION: positions, DIGEST: digests}, np.isin(positions, bad, invert=True))
+            )
 
-def _together(pieces: list[Piece]) -> Piece:
-    if len(pieces) == 1:
-        return pieces[0]
-    some = [piece for piece in pieces if piece.num_rows] or pieces[:1]
-    positions, digests, left_out = (
-        np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("positions", "digests", "left_out")
-    )
-    return Piece(joined([piece.rows for piece in some]), positions, digests, left_out, pieces[-1].stop)
+    def _read(self) -> Iterator[Rows]:
+        """The usable rows, as many of the source at a time as are asked for."""
+        while (rows := self._source.take(self._size)) is not None:
+            positions = np.arange(self.stop, self.stop + num_rows(rows))
+            self.stop += len(positions)
+            if self._usable is not None:
+                usable = self._usable(rows)
+                self.left_out = np.concatenate([self.left_out, positions[~usable]])
+                rows, positions = rows if usable.all() else selected(rows, usable), positions[usable]
+                rows = self._source.as_declared(rows)
+            yield {**rows, POSITION: positions, DIGEST: row_digests(rows)}

@@ -21,9 +21,9 @@ class MeanFieldPass(Pass[MeanFieldState, MeanFieldInfo]):
     """
 
     def __init__(self, updates: MeanFieldUpdates, block_size: int, **of_pass: Any):
-        super().__init__(**of_pass)
-        self._updates, self._block = updates, block_size
-        self._num_blocks, self._largest = 0, 0.0
+        super().__init__(block_size=block_size, **of_pass)
+        self._updates = updates
+        self.notes |= {"blocks": 0, "largest": 0.0}
 
     def size(self, offset: int) -> int:
         return self._block
@@ -33,18 +33,9 @@ class MeanFieldPass(Pass[MeanFieldState, MeanFieldInfo]):
     ) -> tuple[MeanFieldState, MeanFieldInfo]:
         return self._updates.block(state, *jax.device_put(pad(rows, self._block, weights)))
 
-    def failed(self, report: MeanFieldInfo, length: int) -> tuple[int, int] | None:
-        return None if bool(report.ok) else (0, length)
-
     def on_result(self, state: MeanFieldState, rows: Rows, report: MeanFieldInfo, offset: int) -> None:
-        self._num_blocks += 1
-        self._largest = max(self._largest, float(report.decrement))
-
-    def stored(self) -> Info:
-        return {"blocks": self._num_blocks, "largest": self._largest}
-
-    def restore(self, stored: Info) -> None:
-        self._num_blocks, self._largest = stored["blocks"], stored["largest"]
+        self.notes["blocks"] += 1
+        self.notes["largest"] = max(self.notes["largest"], float(report.decrement))
 
     def raise_bad_rows(self, before: MeanFieldState, after: MeanFieldState, rows: Rows, numbers: np.ndarray) -> None:
         """:raises ValueError: about these rows."""
@@ -59,4 +50,4 @@ class MeanFieldPass(Pass[MeanFieldState, MeanFieldInfo]):
 
     def info(self) -> Info:
         """For the posterior's ``info``."""
-        return {"num_blocks": self._num_blocks, "converged": self._largest < SETTLED} | self.skipped()
+        return {"num_blocks": self.notes["blocks"], "converged": self.notes["largest"] < SETTLED} | self.skipped()

@@ -50,13 +50,10 @@ def agrees(claimed: float, mean: float, error: float, *, exact: bool, rounding: 
 
 
 class ModelCheck:
-    """Comparisons for one engine.
+    """Comparisons for one engine."""
 
-    :param certificate: of the same engine.
-    """
-
-    def __init__(self, engine: Engine, certificate: Certificate):
-        self._engine, self._certificate = engine, certificate
+    def __init__(self, engine: Engine):
+        self._engine, self._certificate = engine, Certificate.of(engine)
         self._own = OwnDensity(engine.program)
         self._read = jit_once(self._densities)
         all_terms = engine.program.terms

@@ -18,7 +18,7 @@ from ..model.bad_rows import describe_bad_rows
 from ..model.data.rows import Rows, num_rows, pad, selected
 from ..options import Info, key_numbers
 from ..progress import Bar
-from .passes import Pass, PendingStep, first_failed, rows_named
+from .passes import Pass, PendingStep, rows_named
 
 CHUNK_BLOCKS = 1024
 CHUNK_NUMBERS = 2**24  # in the Jacobians of the rows that are worked on between updates of the progress bar
@@ -60,14 +60,14 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
         predict: str | None,
         **of_pass: Any,
     ):
-        super().__init__(online.engine.program, movement=online.movement, **of_pass)
+        super().__init__(online.engine.program, movement=online.movement, block_size=block_size, **of_pass)
         self._online, self._rule, self._rate = online, rule, online.rate(rule)
-        self._block, self._call_back, self._predict = block_size, call_back, predict
+        self._call_back, self._predict = call_back, predict
         self._every = None if every is None else -(-every // block_size) * block_size
         of_memory = CHUNK_NUMBERS // (block_size * online.engine.numbers_per_row)
         blocks = min(CHUNK_BLOCKS, self._options.most_rows // block_size, of_memory)
         self._chunk = max(1, blocks) * block_size
-        self._clipped, self._predictive = 0, []
+        self.notes |= {"clipped": 0, "log_predictive": []}
 
     def size(self, offset: int) -> int:
         return self._chunk if self._every is None else min(self._chunk, self._every - offset % self._every)
@@ -93,7 +93,7 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
         return jax.device_put(pad(rows, self._chunk, weights))
 
     def rechecked(self, step: PendingStep[OnlineState, BlockInfo]) -> PendingStep[OnlineState, BlockInfo]:
-        if step.report is None or not self._checks_later or np.all(step.report.ok):
+        if not self._checks_later or np.all(step.report.ok):
             return step
         after, report = self._checked_step(step.before, step.piece.rows, np.ones(step.piece.num_rows, np.float32))
         return step._replace(after=after, report=report)
@@ -110,21 +110,12 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
             infos.append(info)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
 
-    def failed(self, report: BlockInfo, length: int) -> tuple[int, int] | None:
-        return first_failed(np.asarray(report.ok), self._block, length)  # later ones were not taken in
-
     def on_result(self, state: OnlineState, rows: Rows, report: BlockInfo, offset: int) -> None:
-        self._clipped += int(np.sum(np.asarray(report.clipped)))
+        self.notes["clipped"] += int(np.sum(np.asarray(report.clipped)))
         if self._predict is not None:
-            self._predictive.append(np.asarray(report.log_predictive).reshape(-1)[: num_rows(rows)])
+            self.notes["log_predictive"].append(np.asarray(report.log_predictive).reshape(-1)[: num_rows(rows)])
         if self._every is not None and (offset + num_rows(rows)) % self._every == 0:
             self._call_back(state)
-
-    def stored(self) -> Info:
-        return {"clipped": self._clipped, "log_predictive": self._predictive}
-
-    def restore(self, stored: Info) -> None:
-        self._clipped, self._predictive = stored["clipped"], stored["log_predictive"]
 
     def raise_bad_rows(self, before: OnlineState, after: OnlineState, rows: Rows, numbers: np.ndarray) -> None:
         self._on_state(after)  # which has the blocks before these rows
@@ -134,11 +125,11 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
         """For the posterior's ``info``; with a last call back, if rows came after the one before."""
         if self._every is None or self.num_taken % self._every:
             self._call_back(self.state)
-        info: Info = {"clipped": self._clipped}
-        if self._predictive:
+        info: Info = {"clipped": self.notes["clipped"]}
+        if self.notes["log_predictive"]:
             done, left_out = self._source.stored_progress(self.done, self._left_out)
             densities = info["log_predictive"] = np.full(max(done, self.done), np.nan)
-            densities[np.setdiff1d(np.arange(len(densities)), left_out)] = np.concatenate(self._predictive)
+            densities[np.setdiff1d(np.arange(len(densities)), left_out)] = np.concatenate(self.notes["log_predictive"])
         return info | self._call_back.info() | self.skipped()
 
 

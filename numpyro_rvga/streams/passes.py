@@ -15,6 +15,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from operator import index
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ from ..files import MALFORMED, digest
 from ..model.data.arguments import BadData
 from ..model.data.row_set import RowSet, row_digests
 from ..model.data.rows import Rows, num_rows, selected
-from ..model.identity import ModelIdentity, model_identity
+from ..model.identity import model_identity
 from ..model.program import Program
 from ..options import Info
 from ..progress import Bar
@@ -40,7 +41,7 @@ DIGITS = 1e-3  # of the time that passes, which rounding of the time stamps may 
 
 
 S = TypeVar("S", bound=Any)  # a method's state. ``time``: of its last row, if parameters move by time stamps
-R = TypeVar("R")
+R = TypeVar("R", bound=Any)  # a step's report. ``ok``: whether there is a finite Gaussian after each block
 
 
 class PendingStep(NamedTuple, Generic[S, R]):
@@ -48,7 +49,6 @@ class PendingStep(NamedTuple, Generic[S, R]):
 
     :ivar offset: how many rows were taken in before.
     :ivar in_support: waits for the answer, which rows' outcomes are in their support.
-    :ivar report: None if there are no rows.
     """
 
     before: S
@@ -56,7 +56,7 @@ class PendingStep(NamedTuple, Generic[S, R]):
     offset: int
     in_support: Callable[[], np.ndarray]
     after: S
-    report: R | None
+    report: R
 
 
 class Pass(ABC, Generic[S, R]):
@@ -66,8 +66,9 @@ class Pass(ABC, Generic[S, R]):
     :param on_state: called with each state that is good.
     :param checked: whether the rows have been checked: finite, with outcomes in their support.
     :param movement: how parameters move before each block: by time stamps, rows come in the order of these.
+    :param block_size: rows in an update.
 
-    :ivar state: after the last piece whose result is good.
+    :ivar notes: of the steps so far, which a checkpoint stores. :ivar state: after the last piece whose result is good.
     :ivar done: how many rows of the source that was.
     :ivar absorbed: the rows that the state has taken in.
     """
@@ -81,15 +82,19 @@ class Pass(ABC, Generic[S, R]):
         on_state: Callable[[S], None],
         *,
         checked: bool,
+        block_size: int,
         movement: Movement | None = None,
     ):
+        self._block = block_size
+        self.notes: Info = {}
         self._program, self._source, self._options, self._bar, self._on_state = program, source, options, bar, on_state
         self._checked, self._time = checked, None if movement is None else movement.time
         self._checkpoint = options.opened
         self.state: S
         self.absorbed = RowSet()
         self.done = self._written = 0
-        self._left_out = NOTHING
+        self._left_out = NOTHING  # positions up to ``done``, sorted
+        self._feed: Feed
         self._is_consistent = True  # whether state, offset and what is stored are of the same moment
 
     # ------------------------------------------------------------------ what a method does with rows
@@ -110,14 +115,6 @@ class Pass(ABC, Generic[S, R]):
         return step
 
     @abstractmethod
-    def failed(self, report: R, length: int) -> tuple[int, int] | None:
-        """The first row of the first block that left no finite Gaussian, and the one after its last; None if all are
-        finite.
-
-        :param length: how many rows the step took.
-        """
-
-    @abstractmethod
     def raise_bad_rows(self, before: S, after: S, rows: Rows, numbers: np.ndarray) -> None:
         """:raises ValueError: saying why these rows have left no finite Gaussian.
 
@@ -128,13 +125,13 @@ class Pass(ABC, Generic[S, R]):
     def on_result(self, state: S, rows: Rows, report: R, offset: int) -> None:
         """Called with the state after each good step, its rows and report, in order."""
 
-    @abstractmethod
     def stored(self) -> Info:
         """What a checkpoint stores besides the state, for the pass to go on from it."""
+        return self.notes
 
-    @abstractmethod
     def restore(self, stored: Info) -> None:
         """Go on from what was :meth:`stored`."""
+        self.notes = {name: stored[name] for name in self.notes}
 
     # ------------------------------------------------------------------ the pass
     def __call__(self, state: S, run: Info) -> S:
@@ -146,26 +143,31 @@ class Pass(ABC, Generic[S, R]):
         with contextlib.ExitStack() as held:
             if self._checkpoint is not None:
                 held.enter_context(self._checkpoint.held())
-                self._resume(self._checkpoint.read({**run, **self._data_identity(state)}, self._identity()))
-            feed = Feed(self._source, self.done, self._usable if self._options.skips and not self._checked else None)
+                model = model_identity(self._program, self._head())
+                self._resume(self._checkpoint.read({**run, **self._data_identity(state)}, model))
+            usable = partial(usable_rows, self._program, self._source)
+            usable = usable if self._options.skips and not self._checked else None
+            feed = self._feed = Feed(self._source, self.done, usable, self._left_out)
             offset = self.num_taken
             held.callback(self._close, pending)  # also when it is interrupted, or the source fails
             while (piece := feed.take(self.size(offset))) is not None or pending:
                 if piece is not None:
-                    self._check_finite(piece)
+                    if not self._checked and not self._options.skips:
+                        check_finite_at(self._source, piece.rows, int(piece.positions[0]))
                     latest = pending[-1].after if pending else self.state
                     pending.append(self._begin(latest, piece, offset))
                     offset += piece.num_rows
                 if piece is None or len(pending) > PREFETCH:
-                    feed.put_back(self._finish(pending))
+                    self._finish(pending)
                     offset = pending[-1].offset + pending[-1].piece.num_rows if pending else self.num_taken
+            self._go_on_from(self.state, feed.stop)
         if not self.num_taken and (self.done or len(self._source.left_out)):
             raise ValueError(f"none of the {self.done + len(self._source.left_out)} rows can be used.")
         return self.state
 
     def _close(self, pending: deque[PendingStep[S, R]]) -> None:
         """Finish steps under way, as long as they are good, and write the last checkpoint."""
-        while pending and not self._finish(pending):
+        while pending and self._finish(pending):
             pass
         if self._checkpoint is not None and self._is_consistent and self.done > self._written:
             self._write()
@@ -193,8 +195,6 @@ class Pass(ABC, Generic[S, R]):
 
         :param weights: zero for rows that are left out for a trial; None: all count.
         """
-        if not piece.num_rows:
-            return PendingStep(state, piece, offset, lambda: np.ones(0, bool), state, None)
         is_checked = self._checked or self._options.skips
         in_support = (lambda: np.ones(piece.num_rows, bool)) if is_checked else self._program.begin_check(piece.rows)
         rows = piece.rows
@@ -204,10 +204,11 @@ class Pass(ABC, Generic[S, R]):
             rows, weights = replaced(rows, weights > 0)
         return PendingStep(state, piece, offset, in_support, *self.step(state, rows, weights, offset))
 
-    def _finish(self, pending: deque[PendingStep[S, R]]) -> list[Piece]:
-        """Wait for the result of the first step under way.
+    def _finish(self, pending: deque[PendingStep[S, R]]) -> bool:
+        """Wait for the result of the first step under way, and go on from there if it is good. Else all rows under way
+        have to be taken anew, without those that must be left out.
 
-        :return: pieces that have to be taken anew, without the rows that must be left out; none if the result is good.
+        :return: whether it is good.
         """
         step = pending.popleft()
         try:
@@ -215,38 +216,32 @@ class Pass(ABC, Generic[S, R]):
             bad = self._bad_rows(step)
             if not len(bad):
                 self._accept(step)
-                return []
+                return True
         except BaseException:
             pending.clear()  # they follow a state that is not good
             raise
-        again = [step.piece.without(bad), *[later.piece for later in pending]]
+        self._feed.put_back([step.piece, *[later.piece for later in pending]], step.piece.positions[bad])
         pending.clear()
-        return again
+        return False
 
     def _accept(self, step: PendingStep[S, R]) -> None:
         """Go on from the result of a step."""
         self._is_consistent = False
-        piece = step.piece
-        if step.report is not None:
-            self._on_state(step.after)
-            self.on_result(step.after, piece.rows, step.report, step.offset)
-        self._left_out = np.concatenate([self._left_out, piece.left_out])
-        self.absorbed = self.absorbed.with_rows(piece.digests)
-        before, self.state, self.done = self.done, step.after, piece.stop
-        self._is_consistent = True
-        self._bar.update(self.done - before)
+        self._on_state(step.after)
+        self.on_result(step.after, step.piece.rows, step.report, step.offset)
+        self.absorbed = self.absorbed.with_rows(step.piece.digests)
+        self._go_on_from(step.after, int(step.piece.positions[-1]) + 1)
         if self._checkpoint is not None and self.done - self._written >= self._checkpoint.every:
             self._write()
 
+    def _go_on_from(self, state: S, done: int) -> None:
+        self._is_consistent, left_out = False, self._feed.left_out
+        before, self.state, self.done = self.done, state, done
+        self._left_out = left_out[: np.searchsorted(left_out, done)]
+        self._is_consistent = True
+        self._bar.update(done - before)
+
     # ------------------------------------------------------------------ rows that cannot be used
-    def _usable(self, rows: Rows) -> np.ndarray:
-        return usable_rows(self._program, self._source, rows)
-
-    def _check_finite(self, piece: Piece) -> None:
-        """:raises ValueError: naming the first row that is not finite, if such rows are not skipped."""
-        if not self._checked and not self._options.skips and piece.num_rows:
-            check_finite_at(self._source, piece.rows, int(piece.positions[0]))
-
     def _bad_rows(self, step: PendingStep[S, R]) -> np.ndarray:
         """The rows of a step that have to be left out for it to be good.
 
@@ -276,7 +271,7 @@ class Pass(ABC, Generic[S, R]):
 
         :raises ValueError: if there are any, and they are not skipped; and for times with too many digits.
         """
-        if self._time is None or not step.piece.num_rows:
+        if self._time is None:
             return NOTHING
         last = np.asarray(step.before.time)
         exact = step.piece.rows[self._time]
@@ -298,7 +293,12 @@ class Pass(ABC, Generic[S, R]):
         return late
 
     def _failed(self, step: PendingStep[S, R]) -> tuple[int, int] | None:
-        return None if step.report is None else self.failed(step.report, step.piece.num_rows)
+        """The first row of the first block that left no finite Gaussian, and the one after its last; None if all are
+        finite. A step of one block reports a scalar."""
+        ok, length = np.asarray(step.report.ok), step.piece.num_rows
+        size = self._block if ok.ndim else length
+        bad = np.flatnonzero(~ok)
+        return (int(bad[0]) * size, min(int(bad[0] + 1) * size, length)) if len(bad) else None
 
     def _to_blame(self, step: PendingStep[S, R], first: int, stop: int) -> np.ndarray:
         """The rows of a block that are to blame for its failure."""
@@ -328,9 +328,6 @@ class Pass(ABC, Generic[S, R]):
             "the start": np.array([fingerprint(x) for x in plain_arrays(state)]),
             "the beginning of the data": digest(self._head()),
         }
-
-    def _identity(self) -> ModelIdentity:
-        return model_identity(self._program, self._head())
 
     def _head(self) -> Rows:
         return self._source.as_declared(with_finite_head(self._source.peek(HEAD)))
@@ -377,12 +374,6 @@ class Pass(ABC, Generic[S, R]):
             rows_set = rows_set.with_rows(row_digests(self._source.as_declared(selected(rows, kept))))
             offset += len(kept)
         return rows_set
-
-
-def first_failed(ok: np.ndarray, block_size: int, length: int) -> tuple[int, int] | None:
-    """The rows of the first of equal blocks that is not ok, of ``length`` rows in all; None if there is none."""
-    bad = np.flatnonzero(~ok)
-    return (int(bad[0]) * block_size, min(int(bad[0] + 1) * block_size, length)) if len(bad) else None
 
 
 def rows_named(numbers: np.ndarray) -> str:

@@ -30,7 +30,7 @@ from ..model.data.rows import Rows, in_blocks, num_rows, pad, selected
 from ..options import Info, key_numbers
 from .block_plan import Sizes
 from .memory import NEGLIGIBLE_ERROR, KeptRows, RowMemory, inexactness, unranked
-from .passes import Pass, first_failed, rows_named
+from .passes import Pass, rows_named
 
 MAX_REFITS = 8  # of kept rows that are more than one solve takes
 SAMPLE_NUMBERS = 2**23  # in the rows of a sample, and the moments of their predictors
@@ -47,6 +47,7 @@ class RecursivePass(Pass[State, StepInfo]):
     :param nearby: where the first solve starts; None: at the state before it.
     :param of_pass: what else :class:`~.passes.Pass` takes.
 
+    :ivar summary: of all steps so far.
     :ivar only_rows: the usable rows of the first, joint solve, if no others followed.
     :ivar error_estimates: of that solve's expectations.
     :ivar sample: of all rows, uniform, with the moments of their predictors when they became part of q.
@@ -66,9 +67,9 @@ class RecursivePass(Pass[State, StepInfo]):
         nearby: FullGaussian | None,
         **of_pass: Any,
     ):
-        super().__init__(engine.program, movement=engine.movement, **of_pass)
+        super().__init__(engine.program, movement=engine.movement, block_size=sizes.block, **of_pass)
         self._engine, self._sizes, self._sparse = engine, sizes, sparse
-        self._memory, self._summary = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), RunSummary()
+        self._memory, self.summary = RowMemory(sizes.memory, NEGLIGIBLE_ERROR), RunSummary()
         self._sampled_by, self._nearby = sampled_by, nearby
         of_data = sum(math.prod(row.shape[1:]) for row in engine.program.example_row.values())
         numbers = num_absorbed(engine.program.terms) + of_data
@@ -98,13 +99,9 @@ class RecursivePass(Pass[State, StepInfo]):
         blocks = in_blocks(pad(rows, sizes.chunk, weights), sizes.block)
         return engine.stream(state, *engine.devices.put_rows(blocks, axis=1), with_absorbed=sizes.keeps_rows)
 
-    def failed(self, report: StepInfo, length: int) -> tuple[int, int] | None:
-        joint = np.ndim(report.ok) == 0
-        return first_failed(np.atleast_1d(report.ok), length if joint else self._sizes.block, length)
-
     def on_result(self, state: State, rows: Rows, report: StepInfo, offset: int) -> None:
         self.only_rows, self.error_estimates = (rows, report.error_estimates) if self._is_joint(offset) else ({}, None)
-        self._summary.add(report)
+        self.summary.add(report)
         if report.absorbed:
             taken = unranked(rows, report.absorbed, offset)
             self._memory.add(taken._replace(priority=inexactness(taken.absorbed)))
@@ -121,14 +118,14 @@ class RecursivePass(Pass[State, StepInfo]):
             "memory": self._memory.stored(),
             "sample": self.sample.stored(),
             "predicted": np.array(self.predicted, np.float64),
-            "gathered": self._summary.stored(),
+            "gathered": self.summary.stored(),
         }
 
     def restore(self, stored: Info) -> None:
         self._memory.restore(stored["memory"])
         self.sample.restore(stored["sample"])
         self.predicted = [(bound, int(count)) for bound, count in stored["predicted"].reshape(-1, 2)]
-        self._summary.restore(stored["gathered"])
+        self.summary.restore(stored["gathered"])
 
     def raise_bad_rows(self, before: State, after: State, rows: Rows, numbers: np.ndarray) -> None:
         reason = describe_bad_rows(self._program, before.mean, rows, numbers)
@@ -149,7 +146,7 @@ class RecursivePass(Pass[State, StepInfo]):
     def finished(self) -> tuple[State, Info]:
         """The state with the true terms of kept rows and of the prior in place of their approximations; and the
         posterior's ``info``."""
-        state, sizes, summary = self.state, self._sizes, self._summary
+        state, sizes, summary = self.state, self._sizes, self.summary
         kept = self._memory.items() if self.num_taken > sizes.first else None
         if kept is not None:
             state, absorbed = self._refit(state, kept.rows, kept.absorbed)
@@ -161,11 +158,6 @@ class RecursivePass(Pass[State, StepInfo]):
         num_kept = 0 if kept is None else num_rows(kept.rows)
         counts = {"num_rows": count, "block_size": sizes.block, "first_block": first, "kept_rows": num_kept}
         return state, summary.info() | counts | self.skipped()
-
-    @property
-    def info(self) -> Info:
-        """The summary of all steps so far; see :meth:`RunSummary.info`."""
-        return self._summary.info()
 
     @property
     def is_one_solve(self) -> bool:
@@ -214,7 +206,7 @@ class RecursivePass(Pass[State, StepInfo]):
         rows, weights, row_factors = self._placed(rows, row_factors, self._engine.devices.padded(self._sizes.joint))
         options: Info = {"num_new": np.zeros((), np.int32), "with_absorbed": True}
         after, info = self._engine.joint(state, rows, weights, row_factors, **options)
-        self._summary.add(info)
+        self.summary.add(info)
         return after, info
 
     def _placed(self, rows: Rows, row_arrays: tuple, size: int) -> tuple[Rows, Array, tuple]:

@@ -165,9 +165,14 @@ class RowSource:
         rows = self.take(size)
         if rows is None:
             raise ValueError("the stream of data is empty: it ended before its first row.")
-        self._held.appendleft(rows)
-        self._num_held += num_rows(rows)
+        self.put_back(rows)
         return rows
+
+    def put_back(self, rows: Rows) -> None:
+        """Rows that :meth:`take` gave last, to be given once more."""
+        if num_rows(rows):
+            self._held.appendleft(rows)
+            self._num_held += num_rows(rows)
 
     def is_longer_than(self, size: int) -> bool:
         if self.total is not None:
@@ -181,9 +186,10 @@ class RowSource:
             if block is None:
                 self._check_end()
                 return
-            self._held.append(block)
-            self._num_held += num_rows(block)
             self._read += num_rows(block)
+            if num_rows(block):
+                self._held.append(block)
+                self._num_held += num_rows(block)
 
     def _check_end(self) -> None:
         """:raises ValueError: for fewer or more rows than were promised."""
