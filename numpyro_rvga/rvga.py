@@ -32,7 +32,7 @@ from .results.posterior import Posterior
 from .streams.block_plan import BlockPlan
 from .streams.certification import Certification, sample_of, sums_at
 from .streams.checkpoints import EVERY
-from .streams.opening import SHUFFLES, PassOptions, open_source, usable_again
+from .streams.opening import SHUFFLES, PassOptions, open_source, usable_source
 from .streams.source import RowSource
 
 AnyState = State | OnlineState | MeanFieldState
@@ -363,9 +363,7 @@ class RVGA:
         options = PassOptions(on_bad_row=on_bad_row)
         source, head, _ = open_source(data, self.model, model_kwargs, options)
         engine = self._engines.get(head, model_kwargs, default_key() if rng_key is None else rng_key)
-        if options.skips and source.takes_any_order:
-            source = usable_again(engine.program, source)
-        return engine, source
+        return engine, usable_source(engine.program, source, head, None, options)[0]
 
     @property
     def last_engine(self) -> Engine:

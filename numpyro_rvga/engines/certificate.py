@@ -31,6 +31,7 @@ from .natural_steps import (
     best_step,
     evaluate_bound,
     in_double,
+    joint_density,
     natural_step,
     stored,
     without_prior_factor,
@@ -139,7 +140,7 @@ class Certificate:
         :param kept: rows that represent themselves; None: there are none.
         :param batches: a sample of the other rows, in batches of equal sizes, weighted to represent all of them.
         """
-        base, no_prior_terms = without_prior_factor(state._replace(prior_factor=None)), _no_sums(state)
+        base, no_prior_terms = joint_density(state, np.asarray(state.mean, np.float64)), _no_sums(state)
         strata = [*batches] if kept is None else [kept, *batches]
         size = self._chunk(max(len(stratum.weights) for stratum in strata))
 
@@ -154,10 +155,14 @@ class Certificate:
     def _ascend(
         self, evaluate: Callable[[State], BoundEvaluation], state: State, tolerance: float, max_looks: int
     ) -> Certified:
-        """Natural-gradient steps while the squared natural gradient exceeds the tolerance, and evaluations are left."""
+        """Natural-gradient steps, as long as evaluations are left and the squared natural gradient exceeds the
+        tolerance and what sampling errors alone may produce."""
         before = current = evaluate(state)
         num_evaluations, step = 1, 1.0
-        while current.squared_natural_gradient > tolerance + _noise_floor(current) and num_evaluations < max_looks:
+        while num_evaluations < max_looks:
+            noise = 0.0 if current.noise is None else NOISE_FACTOR * current.noise.squared
+            if not current.squared_natural_gradient > tolerance + noise:
+                break
             taken = natural_step(state, current, step)
             if taken is None:
                 break
@@ -292,11 +297,6 @@ def _no_sums(state: State) -> SiteSums:
     return SiteSums(np.zeros(0), np.zeros((0, size)), np.zeros((0, size, size)), np.zeros(0))
 
 
-def _noise_floor(evaluation: BoundEvaluation) -> float:
-    """The squared natural gradient that sampling errors alone may produce."""
-    return 0.0 if evaluation.noise is None else NOISE_FACTOR * evaluation.noise.squared
-
-
 def _noise(state: State, batches: list[SiteSums]) -> Noise:
     """Estimated from the differences between batches."""
     root, count = in_double(state.root), len(batches)
@@ -307,4 +307,4 @@ def _noise(state: State, batches: list[SiteSums]) -> Noise:
     gradient = error([root.T @ batch.gradients.sum(axis=0) for batch in batches])
     curvature = error([root.T @ batch.curvatures.sum(axis=0) @ root for batch in batches])
     squared = float(gradient @ gradient + 0.5 * np.sum(curvature**2))
-    return Noise(float(error([np.asarray(batch.values.sum()) for batch in batches])), gradient, squared)
+    return Noise(float(error([np.asarray(batch.values.sum()) for batch in batches])), squared)

@@ -35,12 +35,10 @@ class SiteSums(NamedTuple):
 class Noise(NamedTuple):
     """Sampling errors of estimates from some of the rows.
 
-    :ivar bound: standard error. :ivar gradient: standard errors, (P,).
-    :ivar squared: the expectation of what they add to the squared natural gradient.
+    :ivar bound: standard error. :ivar squared: the expectation of what they add to the squared natural gradient.
     """
 
     bound: float
-    gradient: np.ndarray
     squared: float
 
 
@@ -158,8 +156,10 @@ def natural_step(state: State, evaluation: BoundEvaluation, step: float) -> Natu
         shift = step * (inverse @ evaluation.gradient)
         whitened_shift = inverse.T @ shift
         slope = float(evaluation.gradient @ whitened_shift + 0.5 * step * np.sum(off * off))
-        after = _in_precision(state, old.mean + old.root @ whitened_shift, old.root @ inverse.T)
-        return NaturalStep(after, step, slope, shift, step * (inverse @ off @ inverse.T))
+        mean, dtype = old.mean + old.root @ whitened_shift, state.mean.dtype
+        error, root = (mean - mean.astype(dtype)).astype(dtype), (old.root @ inverse.T).astype(dtype)
+        arrays: dict[str, Any] = {"mean": mean.astype(dtype), "mean_error": error, "root": root}
+        return NaturalStep(state._replace(**arrays), step, slope, shift, step * (inverse @ off @ inverse.T))
     return None
 
 
@@ -171,14 +171,6 @@ def best_step(move: NaturalStep, before: BoundEvaluation, after: BoundEvaluation
     if not slope < move.slope:
         return LONGEST
     return float(np.clip(move.step * move.slope / (move.slope - slope), SHORTEST, LONGEST))
-
-
-def _in_precision(state: State, mean: np.ndarray, root: np.ndarray) -> State:
-    """The state with this mean and root, in its own floating-point precision."""
-    dtype = state.mean.dtype
-    rounded = mean.astype(dtype)
-    arrays: dict[str, Any] = {"mean": rounded, "mean_error": (mean - rounded).astype(dtype), "root": root.astype(dtype)}
-    return state._replace(**arrays)
 
 
 def stored(state: State, evaluation: BoundEvaluation, start: State) -> State:

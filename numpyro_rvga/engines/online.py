@@ -96,7 +96,7 @@ class OnlineUpdates:
         self.unchecked_stream = Compiled(self._unchecked_stream, ("block_size",), **options)
         self.one_block = Compiled(self._one_block, ("predict",), **options)  # rounds as the stream does
         self.one_iteration = Compiled(self._one_iteration)
-        self._exact_prior = Compiled(self._checked_with_exact_prior)
+        self._exact_prior = Compiled(self._with_exact_prior)
 
     def bind(self, engine: Engine, init: Array | None) -> OnlineUpdates:
         """The updates for a program that differs in what the data determine; see :meth:`Engine.bind`."""
@@ -318,14 +318,12 @@ class OnlineUpdates:
             raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
         return after
 
-    def _checked_with_exact_prior(self, prior_inputs: dict, q: Family, site: CanonicalGaussian) -> tuple[Family, Array]:
-        after = self._part_with_exact_prior(prior_inputs, q, site)
-        return after, after.is_valid()
-
-    def _part_with_exact_prior(self, prior_inputs: dict, q: Family, site: CanonicalGaussian) -> Family:
+    def _with_exact_prior(self, prior_inputs: dict, q: Family, site: CanonicalGaussian) -> tuple[Family, Array]:
         """Solve with the exact prior over the entries that its terms depend on, with a full Gaussian.
 
         Other families than the full one then keep the diagonal of the change of the precision, as in all their steps.
+
+        :return: q, and whether it is a Gaussian.
         """
         program, indices = self.engine.program, self.indices
         some = q.as_full() if indices is None else _marginal(q, indices)
@@ -335,10 +333,10 @@ class OnlineUpdates:
             after = FullGaussian(state.mean, jnp.where(info.ok, state.root, jnp.nan))
         else:
             after = _divided(some, site)
-        if indices is None:
-            return after
-        before, precision = _precision(some.root), _precision(after.root)
-        return q.with_information(indices, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
+        if indices is not None:
+            before, precision = _precision(some.root), _precision(after.root)
+            after = q.with_information(indices, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
+        return after, after.is_valid()
 
 
 def online_of(

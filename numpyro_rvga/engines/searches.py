@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ..core.updates.drivers import Pending, Progress, Steps, begun_again, solve
+from ..core.updates.drivers import Progress, Steps, begun_again, solve
 from ..core.updates.factors import ErrorEstimates, Expected
 from ..core.updates.search import Search, SolverState
 from ..core.updates.state import State
@@ -155,7 +156,7 @@ class Searches(NamedTuple):
         def is_near(at: Progress) -> bool:
             return count.gives_up(at) or float(at.decrement) <= NEAR
 
-        state, steps, is_solved = self.begin(self._start_at(mean), count)
+        state, steps, is_solved = self.begin(self.start._replace(mean=jnp.asarray(mean)), count)
         if count.is_hopeless or (is_solved and not are_apart(self.finished(state, steps), first)):
             return None
         state = solve(self.search, steps, state, is_enough=is_near)
@@ -167,13 +168,10 @@ class Searches(NamedTuple):
 
     def _retry(self, mean: np.ndarray, first: Solved) -> Solved:
         """Where a search from another mean (P,) ends, or is given up since it cannot reach the first one's bound."""
-        state, steps, _ = self.begin(self._start_at(mean), StepCount())
+        state, steps, _ = self.begin(self.start._replace(mean=jnp.asarray(mean)), StepCount())
         count = StepCount(_bound(first))
         state = solve(self.search, steps, state, is_enough=count.gives_up)
         return self.finished(*self.refined(state, steps, is_enough=count.gives_up))
-
-    def _start_at(self, mean: Any) -> SolverState:
-        return self.start._replace(mean=mean)
 
     def _of_highest_bound(self, *states: SolverState) -> SolverState:
         """The state of the highest bound by exact expectations: a bound by few nodes may be high where it alone is."""
@@ -199,9 +197,5 @@ def _bound(solved: Solved) -> float:
 
 def expected_at(steps: Steps, state: SolverState) -> Expected:
     """The expectations at the q of a state."""
-    return steps.evaluate(at_rest(steps, state), state.mean).slope
-
-
-def at_rest(steps: Steps, state: SolverState) -> Pending:
-    """The q of a state as what is to be evaluated next."""
-    return steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))
+    at_rest = steps.propose(state._replace(step=jax.device_put(np.zeros_like(state.step))))
+    return steps.evaluate(at_rest, state.mean).slope

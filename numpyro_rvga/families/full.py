@@ -19,7 +19,6 @@ from ..engines.engine import Engine
 from ..engines.expectation_errors import expectation_errors, has_finite_bound, warn_of
 from ..engines.registry import Engines
 from ..engines.rounding_errors import is_worth_more
-from ..engines.sparse import SparseEngine
 from ..engines.starts import modes_info, warn_of_modes
 from ..model.bad_rows import NotFinite
 from ..model.data.arguments import BadData, checked_rows
@@ -141,7 +140,7 @@ class FullFamily:
         shuffles = source.is_longer_than(sizes.first) and not self.blocks.is_moving
         visited, sparse = ordered(source, self._shuffle, rng_key, useful=shuffles), None
         if init is None and in_memory and options.checkpoint is None:
-            sizes, sparse = self._sizes_in_memory(engine, head, sizes)
+            sizes, sparse = self.blocks.sizes_in_memory(engine, head, sizes)
         if sparse is not None:
             start = sparse.initial_state()
         else:
@@ -189,16 +188,6 @@ class FullFamily:
             if info["converged"] and not engine.program.is_conjugate:
                 info["converged"] = None  # of earlier rows there is only what an earlier run has made of them
         return self._posterior(engine, result.state, info, bound, row_sets)
-
-    def _sizes_in_memory(self, engine: Engine, rows: Rows, sizes: Sizes) -> tuple[Sizes, SparseEngine | None]:
-        """The sizes of one solve of all rows, if it may take them; and its engine, if each row sees few parameters."""
-        plan, total = self.blocks, num_rows(rows)
-        sparse = plan.sparse_engine(engine, rows)
-        if sparse is not None:
-            return sizes._replace(first=total, keeps_rows=False), sparse
-        if plan.takes_all(engine, plan.num_distinct(rows, sizes), sizes):
-            sizes = sizes._replace(first=max(total, sizes.first), keeps_rows=False)
-        return sizes, None
 
     def _run_options(self, rng_key: Array, sizes: Sizes, *, shuffled: bool) -> Info:
         """The options that determine the result, which a checkpoint stores."""

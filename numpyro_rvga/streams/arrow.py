@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,6 @@ class ParquetRows:
     :raises ValueError: naming columns that a file does not have, and the columns that it has.
     :raises ImportError: without pyarrow.
 
-    :ivar num_rows: the number of rows.
     :ivar groups: the row groups that hold them.
     :ivar dtypes: of the arrays, where no values are missing.
     """
@@ -65,15 +65,14 @@ class ParquetRows:
         files = [file for each in several for file in _files(Path(each))]
         with pyarrow_at_hand().parquet.ParquetFile(files[0]) as first:
             _check_columns(columns, first.schema_arrow.names, str(files[0]))
-            dtypes = _dtypes(first.schema_arrow, columns)
-        self._set(columns, [group for file in files for group in _groups(file, columns)], dtypes)
-
-    def _set(self, columns: Columns, groups: Sequence[RowGroup], dtypes: Mapping[str, np.dtype]) -> ParquetRows:
-        self.dtypes = dict(dtypes)
+            self.dtypes = _dtypes(first.schema_arrow, columns)
         self.columns = {name: of if isinstance(of, str) else list(of) for name, of in columns.items()}
-        self.groups = tuple(groups)
-        self.num_rows = sum(group.num_rows for group in self.groups)
-        return self
+        self.groups = tuple(group for file in files for group in _groups(file, columns))
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return sum(group.num_rows for group in self.groups)
 
     def __repr__(self) -> str:
         return f"ParquetRows({self.num_rows} rows in {len(self.groups)} row groups)"
@@ -110,8 +109,11 @@ class ParquetRows:
             raise ValueError(f"count must be at least 1, not {count}.")
         ends = np.cumsum([group.num_rows for group in self.groups])
         part = np.minimum((ends - 1) * count // max(self.num_rows, 1), count - 1)
-        chosen = [[group for group, p in zip(self.groups, part) if p == number] for number in range(count)]
-        return [ParquetRows.__new__(ParquetRows)._set(self.columns, groups, self.dtypes) for groups in chosen if groups]
+        parts = []
+        for number in np.unique(part):
+            parts.append(copy.copy(self))
+            parts[-1].groups = tuple(group for group, p in zip(self.groups, part) if p == number)
+        return parts
 
     def _blocks(self, group: RowGroup, skipped: int) -> Iterator[dict[str, np.ndarray]]:
         wanted = [name for of in self.columns.values() for name in _names(of)]

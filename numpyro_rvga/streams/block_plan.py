@@ -66,11 +66,6 @@ class BlockPlan:
         return bool({self.first_block, self.memory} - {"auto", 0})
 
     @property
-    def is_auto(self) -> bool:
-        """Whether no size is asked for."""
-        return {self.block_size, self.first_block, self.memory} == {"auto"}
-
-    @property
     def joint_rows(self) -> int:
         """How many rows a model is read for that are all in one solve."""
         plain = not self.is_moving and {self.block_size, self.first_block} == {"auto"}
@@ -79,11 +74,12 @@ class BlockPlan:
     @property
     def may_be_joint(self) -> bool:
         """Whether the options leave it to the model how many rows are solved for together."""
-        return self.options.scheme in ("implicit", "laplace") and not self.is_moving and self.is_auto
+        is_auto = {self.block_size, self.first_block, self.memory} == {"auto"}
+        return self.options.scheme in ("implicit", "laplace") and not self.is_moving and is_auto
 
     @property
     def _chooses(self) -> bool:
-        return self.is_auto and self.options.scheme == "implicit" and not self.is_moving
+        return self.may_be_joint and self.options.scheme == "implicit"
 
     def check_shared(self, devices: Devices) -> None:
         """:raises ValueError: for blocks of which not every device has as many rows."""
@@ -129,19 +125,22 @@ class BlockPlan:
         keeps_rows = memory > 0 and source.is_longer_than(first)
         return Sizes(first, block, max(1, -(-chunk // block)) * block, memory, joint, keeps_rows)
 
-    def sparse_engine(self, engine: Engine, rows: Rows) -> SparseEngine | None:
-        """The engine for rows that are solved for together, if each depends on few entries of theta; None for
-        others."""
-        most = 2 * JOINT_ROWS_PER_PARAMETER * engine.program.layout.size
-        return sparse_engine(engine, rows) if self._chooses and num_rows(rows) <= most else None
+    def sizes_in_memory(self, engine: Engine, rows: Rows, sizes: Sizes) -> tuple[Sizes, SparseEngine | None]:
+        """The sizes of one solve of all rows, which are at hand, if it may take them; and its engine, if each row
+        depends on few entries of theta."""
+        total = num_rows(rows)
+        if self._chooses and total <= 2 * JOINT_ROWS_PER_PARAMETER * engine.program.layout.size:
+            sparse = sparse_engine(engine, rows)
+            if sparse is not None:
+                return sizes._replace(first=total, keeps_rows=False), sparse
+        distinct = num_distinct(rows, sizes.first) if self._chooses and sizes.first else total
+        if self._takes_all(engine, distinct, sizes.first):
+            sizes = sizes._replace(first=max(total, sizes.first), keeps_rows=False)
+        return sizes, None
 
-    def num_distinct(self, rows: Rows, sizes: Sizes) -> int:
-        """The number of rows, equal ones counted once if one solve may take them together."""
-        return num_distinct(rows, sizes.first) if self._chooses and sizes.first else num_rows(rows)
-
-    def takes_all(self, engine: Engine, distinct: int, sizes: Sizes) -> bool:
-        """Whether rows at hand, so many of them distinct, are all in one solve."""
-        if distinct <= sizes.first:
+    def _takes_all(self, engine: Engine, distinct: int, first: int) -> bool:
+        """Whether one solve takes all rows, so many of them distinct. ``first``: so many are always in one."""
+        if distinct <= first:
             return True
         if not self._chooses or distinct * engine.numbers_per_row > FIRST_BLOCK_NUMBERS:
             return False

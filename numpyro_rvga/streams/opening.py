@@ -98,31 +98,24 @@ def usable_source(
 ) -> tuple[RowSource, Rows]:
     """The source and the head that :func:`open_source` gave, without the rows that cannot be used.
 
-    Of rows in memory, the head is then all that can. A source that is read once is as it was: its pass leaves rows out.
+    Of rows in memory, the head is then all that can. Of a source that can be read again, all rows are read for this:
+    their order and the sizes of steps depend on how many there are. One that is read once is as it was: its pass leaves
+    rows out.
 
-    :raises ValueError: for a row in memory that cannot be used, if such rows are not skipped.
+    :raises ValueError: for a row in memory that cannot be used, if such rows are not skipped; and if none is left.
     """
-    if options.skips and source.takes_any_order:
-        source = usable_again(program, source)
-        return source, head if all_rows is None else source.peek(num_rows(all_rows))
-    if all_rows is not None:
-        program.check_rows(head)
-    return source, head
-
-
-def usable_again(program: Program, source: RowSource) -> RowSource:
-    """The rows that can be used of a source that can be read again: all are read, since their order and the sizes of
-    steps depend on how many there are.
-
-    :raises ValueError: if there are none.
-    """
+    if not (options.skips and source.takes_any_order):
+        if all_rows is not None:
+            program.check_rows(head)
+        return source, head
     bad = NOTHING
     for position, rows in chunks(source, SLICE):
         bad = np.concatenate([bad, position + np.flatnonzero(~usable_rows(program, source, rows))])
     if len(bad) == source.total:
         raise ValueError(f"none of the {source.total} rows can be used.")
     source.rewind()
-    return source.without(bad)
+    source = source.without(bad)
+    return source, head if all_rows is None else source.peek(num_rows(all_rows))
 
 
 def usable_rows(program: Program, source: RowSource, rows: Rows) -> np.ndarray:
