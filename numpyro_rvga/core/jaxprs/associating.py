@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .contractions import Axes, Contraction
+from .factoring import Axes, Contraction
 from .nodes import NodeCache, Value, value_of
 from .primitives import binder, form_of
 from .pushing import selected_value

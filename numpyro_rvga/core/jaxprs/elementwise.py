@@ -106,8 +106,11 @@ def _is_elementwise(jaxpr: Jaxpr) -> bool:
                 return False
         elif name in RESHAPING_PRIMITIVES:
             before, after = form_of(eqn.invars[0]).shape, form_of(eqn.outvars[0]).shape
-            if not _stretches(before, after) or _is_transposed(eqn, before, after):
+            if not _stretches(before, after):
                 return False
+            axes, last = eqn.params.get("broadcast_dimensions"), range(len(after) - len(before), len(after))
+            if axes is not None and math.prod(before) != 1 and tuple(axes) != tuple(last):
+                return False  # they go elsewhere than NumPy puts them
         elif name not in POINTWISE_PRIMITIVES:
             return False
     return True
@@ -117,10 +120,3 @@ def _stretches(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Whether arrays of one shape are broadcast to the other as NumPy does it."""
     aligned = before[::-1], after[::-1]
     return math.prod(before) == 1 or (len(before) <= len(after) and all(b in (1, a) for b, a in zip(*aligned)))
-
-
-def _is_transposed(eqn: JaxprEqn, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether axes go elsewhere than NumPy puts them."""
-    if eqn.primitive.name != "broadcast_in_dim" or math.prod(before) == 1:
-        return False
-    return tuple(eqn.params["broadcast_dimensions"]) != tuple(range(len(after) - len(before), len(after)))

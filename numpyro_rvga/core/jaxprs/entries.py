@@ -46,7 +46,7 @@ def entries_within(
     if inner.nodes or math.prod(shape) > LARGEST_MAP:
         return None
     places = np.full(shape, -1)
-    at = tuple(np.broadcast_to(index.numbers, inner.shape) for index in inner.indices)
+    at = tuple(np.broadcast_to(index.value, inner.shape) for index in inner.indices)
     places[at] = np.arange(inner.size).reshape(inner.shape)
     values = [possible_values(index) for index in outer.indices]
     axes = [np.arange(n) if v is None else v for v, n in zip(values, shape)]
@@ -58,7 +58,7 @@ def without_repetition(selection: Selection) -> tuple[Selection, Selection]:
     if selection.nodes:
         few = of_indices(selection.indices, len(selection.shape))
         return few, broadcast_selection(few.shape, selection.shape)
-    uniques = [np.unique(index.numbers, return_inverse=True) for index in selection.indices]
+    uniques = [np.unique(index.value, return_inverse=True) for index in selection.indices]
     shape = tuple(len(values) for values, _ in uniques)
     few = [values.reshape([-1 if a == i else 1 for a in range(len(shape))]) for i, (values, _) in enumerate(uniques)]
     back = [constant_index(at.reshape(index.shape)) for (_, at), index in zip(uniques, selection.indices)]

@@ -14,15 +14,64 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .contractions import contraction
 from .nodes import AFFINE, CONSTANT, POINTWISE, Node, NodeCache
 from .primitives import ARITHMETIC
+from .selection import Selection, everything, of_indices, trailing, with_trailing
 
 MOST_PRODUCTS = 8  # in a sum
 FACTORABLE = frozenset(["reduce_sum", "cumsum", "dot_general", "conv_general_dilated"])  # zero where an operand is
 ADDED = frozenset(["sum", "combined"])
 Axes = tuple[int, ...]
 OPERATIONS: dict[str, Callable] = {"mul": jnp.multiply, "div": jnp.divide}
+
+
+class Contraction(NamedTuple):
+    """A node that is ``sum(number * array, axis=trailing)``, both laid out to broadcast.
+
+    :ivar number: what does not vary along the axes of a function, as a node and the selection of its entries. These
+        have the axes of the result, of length one where they do not vary, and then those that are summed over.
+    :ivar array: the other factor, affine or constant.
+    :ivar count: the number of axes that are summed over.
+    """
+
+    number: tuple[Node, Selection]
+    array: tuple[Node, Selection]
+    count: int
+
+
+def sides_of(product: Node, selection: Selection) -> list[tuple[Node, Selection]]:
+    """What entries of a product of two arrays are sums over: a selection from either one, with the axes that are summed
+    over behind those of the entries."""
+    contracted, batch = product.params["dimension_numbers"]
+    lengths = [product.in_shapes[0][axis] for axis in contracted[0]]
+    count, used, sides = len(lengths), len(batch[0]), []
+    num_axes = len(selection.shape) + count
+    for parent, shape, summed, shared in zip(product.parents, product.in_shapes, contracted, batch):
+        positions = dict(zip(summed, trailing(selection, lengths)))
+        positions |= {axis: with_trailing(selection.indices[i], count) for i, axis in enumerate(shared)}
+        for axis in (axis for axis in range(len(shape)) if axis not in positions):
+            positions[axis] = with_trailing(selection.indices[used], count)
+            used += 1
+        sides.append((parent, of_indices([positions[axis] for axis in range(len(shape))], num_axes)))
+    return sides
+
+
+def contraction(node: Node, axes: Axes) -> Contraction | None:
+    """A product of two arrays, or entries of one, of which one factor is the same along some axes and the other affine
+    in theta or constant; None if the node is none."""
+    product, selection = node, None
+    if node.selection is not None:
+        product, selection = node.parents[0], node.selection
+    if product.name != "dot_general" or product.kind in (AFFINE, CONSTANT) or product.shape == () or not axes:
+        return None
+    sides = sides_of(product, everything(product.shape) if selection is None else selection)
+    count = len(product.params["dimension_numbers"][0][0])
+    for number, array in (sides, sides[::-1]):
+        of_array = array[0].stands_for or array[0]
+        is_simple = of_array is not array[0] or of_array.kind == CONSTANT
+        if is_simple and all(number[1].shape[axis] == 1 for axis in axes):
+            return Contraction(number, (of_array, array[1]), count)
+    return None
 
 
 class Product(NamedTuple):
@@ -58,7 +107,7 @@ def products_of(graph: NodeCache, node: Node, axes: Axes = ()) -> list[Product] 
 
 
 def _products_of(graph: NodeCache, node: Node, axes: Axes) -> list[Product] | None:
-    affine = node.leaf_of or node.unwraps
+    affine = node.stands_for
     if affine is not None or node.kind in (AFFINE, CONSTANT):
         return [Product((), affine or node)]
     if contraction(node, axes) is not None:
@@ -106,7 +155,7 @@ def _is_same_along(node: Node, axes: Axes) -> bool:
         return True
     if not axes:
         return False
-    stands_for = node.leaf_of or node.unwraps or node
+    stands_for = node.stands_for or node
     if stands_for.selection is not None:
         return all(index.shape[axis] == 1 for index in stands_for.selection.indices for axis in axes)
     if stands_for.kind == POINTWISE or stands_for.name in ARITHMETIC:
@@ -160,14 +209,11 @@ def _added(graph: NodeCache, a: Node, b: Node) -> Node:
     kinds = {a.kind, b.kind}
     kind = POINTWISE if kinds - {AFFINE, CONSTANT} else AFFINE if AFFINE in kinds else CONSTANT
     shape = a.shape if a.size > 1 else b.shape
-    shapes = [shape, shape]
-    made = partial(Node, kind, shape, a.dtype, [a, b], jnp.add, shapes, "sum")
-    return graph.node(("sum of products", a.serial, b.serial), lambda: made(params={"sign": 1}))
+    return graph.elementwise(kind, shape, a.dtype, [a, b], jnp.add, "sum", {"sign": 1}, "of products")
 
 
 def _product(graph: NodeCache, numbers: Sequence[tuple[str, Node]], array: Node) -> Node:
     for name, number in numbers:
-        shape = array.shape if array.size > 1 else number.shape
-        made = partial(Node, POINTWISE, shape, array.dtype, [array, number], OPERATIONS[name], [shape] * 2, name)
-        array = graph.node(("product", name, array.serial, number.serial), lambda made=made: made(params={}))
+        shape, parents = array.shape if array.size > 1 else number.shape, [array, number]
+        array = graph.elementwise(POINTWISE, shape, array.dtype, parents, OPERATIONS[name], name, {}, "product")
     return array

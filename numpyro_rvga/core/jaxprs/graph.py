@@ -12,10 +12,8 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from .associating import associated, carried, run_of
-from .contractions import contraction
 from .elementwise import is_pointwise_call, pointwise_apply
-from .factoring import FACTORABLE, image_of, products_of
-from .indices import columns_of, index_of
+from .factoring import FACTORABLE, contraction, image_of, products_of
 from .interpret import interpret, is_inlined
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value, ancestors, value_of
 from .parallel_loops import constant_outputs, in_parallel
@@ -30,8 +28,18 @@ from .primitives import (
     is_float,
     special_function,
 )
-from .pushing import combined, materialize, selected, selected_value, unwrap
-from .selection import Selection, are_inside, broadcast_selection, constant_index, everything, reshaped, selection_of
+from .pushing import materialize, selected, selected_value, unwrap
+from .selection import (
+    Index,
+    Selection,
+    are_inside,
+    broadcast_selection,
+    constant_index,
+    constant_value,
+    everything,
+    reshaped,
+    selection_of,
+)
 
 
 class Graph(NodeCache):
@@ -103,7 +111,7 @@ class Graph(NodeCache):
     # ------------------------------------------------------------------ building nodes
     def whole(self, eqn, inputs, kind) -> list[Value]:
         """The equation as it stands, on whole arrays."""
-        parents = [materialize(self, v) if kind != AFFINE else self._linear_part(v) for v in inputs]
+        parents = [v.affine if kind == AFFINE and not v.is_constant else materialize(self, v) for v in inputs]
         in_shapes = tuple(v.shape for v in inputs)
         outs = [v.aval for v in eqn.outvars]
         key = (eqn.primitive.name, kind, tuple(p.serial for p in parents), in_shapes, freeze(eqn.params))
@@ -127,39 +135,31 @@ class Graph(NodeCache):
             values.append(value_of(pick, out.shape, out.dtype))
         return values
 
-    def _linear_part(self, value: Value) -> Node:
-        return value.rest_node if value.is_constant else value.affine_node
-
     # ------------------------------------------------------------------ sums and multiples
     def add(self, out: jax.ShapeDtypeStruct, x: Value, y: Value, sign: int) -> Value:
         """x + y or x - y. A constant goes to the affine part, and what are predictors of the rest to the rest."""
 
-        def plus(a, b, kind, name):
-            if a is None and b is None:
-                return None
+        def plus(a, b, kind):
             if b is None or (a is None and sign > 0):
                 return a if b is None else b
-            parents = [b] if a is None else [a, b]
-            inner = out.shape if max(p.size for p in parents) > 1 else ()
+            parents, apply, name = [a, b], jnp.add if sign > 0 else jnp.subtract, "sum"
             if a is None:
-                apply, name = (lambda v: -v), "neg"
-            else:
-                apply = (lambda u, v: u + v) if sign > 0 else (lambda u, v: u - v)
+                parents, apply, name = [b], jnp.negative, "neg"
             if kind != AFFINE:
                 kind = CONSTANT if all(p.kind == CONSTANT for p in parents) else POINTWISE
-            key = ("sum", sign, name, inner, None if a is None else a.serial, b.serial)
-            made = partial(Node, kind, inner, out.dtype, parents, apply, [inner] * len(parents), name)
-            return self.node(key, lambda: made(params={"sign": sign}))
+            return self.elementwise(kind, out.shape, out.dtype, parents, apply, name, {"sign": sign}, sign)
 
-        affine = plus(x.affine, y.affine, AFFINE, "sum")
-        rest = plus(x.rest, y.rest, POINTWISE, "sum")
+        affine = plus(x.affine, y.affine, AFFINE)
+        rest = plus(x.rest, y.rest, POINTWISE)
         if affine is not None and rest is not None:
             if rest.kind == CONSTANT:
-                return Value(out.shape, out.dtype, plus_offset(self, affine, rest, out), None)
-            shared = {n.leaf_of.serial for n in ancestors([rest]) if n.leaf_of is not None}
+                moved = self.elementwise(AFFINE, out.shape, out.dtype, [affine, rest], jnp.add, "offset", {})
+                return Value(out.shape, out.dtype, moved, None)
+            shared = {n.stands_for.serial for n in ancestors([rest]) if n.is_predictor}
             linear = unwrap(self, affine)
-            if {n.leaf_of.serial for n in ancestors([linear]) if n.leaf_of is not None} <= shared:
-                return Value(out.shape, out.dtype, None, combined(self, out.shape, out.dtype, linear, rest))
+            if {n.stands_for.serial for n in ancestors([linear]) if n.is_predictor} <= shared:
+                total = self.elementwise(POINTWISE, out.shape, out.dtype, [linear, rest], jnp.add, "combined", {})
+                return Value(out.shape, out.dtype, None, total)
         return Value(out.shape, out.dtype, affine, rest)
 
     def scale(self, eqn, inputs: list[Value], which: int) -> Value:
@@ -183,7 +183,7 @@ class Graph(NodeCache):
         (which,), out = varying, eqn.outvars[0].aval
         target = inputs[which]
         run = run_of(eqn, which, len(target.shape))
-        products = products_of(self, target.rest_node, run.axes)
+        products = products_of(self, target.rest, run.axes)
         if not products or not any(product.numbers or contraction(product.array, run.axes) for product in products):
             return None
 
@@ -193,7 +193,7 @@ class Graph(NodeCache):
                 return materialize(self, self.interpret(program.jaxpr, program.consts, values)[0])
             values = [value_of(array, v.shape, v.dtype) if i == which else v for i, v in enumerate(inputs)]
             (value,) = self.whole(eqn, values, array.kind)
-            return value.affine or value.rest_node
+            return value.affine or value.rest
 
         def of_result(number: Node) -> Node:
             return number if number.shape == () else selected(self, number, carried(target.shape, run, out.shape))
@@ -212,15 +212,8 @@ class Graph(NodeCache):
         return total
 
     def _elementwise(self, eqn, parents, kind, out) -> Node:
-        inner = out.shape if max(p.size for p in parents) > 1 else ()
-        key = (eqn.primitive.name, kind, inner, tuple(p.serial for p in parents), freeze(eqn.params))
-        apply = pointwise_apply(eqn)
-        return self.node(
-            key,
-            lambda: Node(
-                kind, inner, out.dtype, parents, apply, [inner] * len(parents), eqn.primitive.name, params=eqn.params
-            ),
-        )
+        name, apply, key = eqn.primitive.name, pointwise_apply(eqn), freeze(eqn.params)
+        return self.elementwise(kind, out.shape, out.dtype, parents, apply, name, eqn.params, key)
 
     # ------------------------------------------------------------------ elementwise operations
     def pointwise(self, eqn, inputs: list[Value]) -> Value:
@@ -245,7 +238,7 @@ class Graph(NodeCache):
             return False
         if name == "eq":
             return affine.affine is other.affine and other.is_affine
-        literal = other.rest_node.operand if other.is_constant else None
+        literal = other.rest.operand if other.is_constant else None
         return literal is not None and bool(np.isinf(literal).all())
 
     def _exponential_algebra(self, eqn, inputs) -> Value | None:
@@ -263,27 +256,15 @@ class Graph(NodeCache):
             total = self.add(eqn.outvars[0].aval, exponent, other, sign=1 if name == "mul" else -1)
         elif name in ("integer_pow", "sqrt", "rsqrt", "square") and exponent.is_affine:
             power = {"integer_pow": eqn.params.get("y"), "sqrt": 0.5, "rsqrt": -0.5, "square": 2}[name]
-            factor, affine = self.constant(jnp.asarray(power, exponent.dtype)), exponent.affine_node
-            node = self.node(
-                ("power", affine.serial, power),
-                lambda: Node(
-                    AFFINE,
-                    affine.shape,
-                    exponent.dtype,
-                    [affine, factor.rest],
-                    lambda a, c: a * c,
-                    [affine.shape, ()],
-                    "mul",
-                    params={},
-                ),
-            )
-            total = Value(exponent.shape, exponent.dtype, node, None)
+            parents = [exponent.affine, self.constant(jnp.asarray(power, exponent.dtype)).rest]
+            shape, dtype = exponent.shape, exponent.dtype
+            node = self.elementwise(AFFINE, shape, dtype, parents, jnp.multiply, "mul", {}, "power")
+            total = Value(shape, dtype, node, None)
         else:
             return None
-        parent = materialize(self, total)
-        result = self.node(
-            ("exp", parent.serial),
-            lambda: Node(POINTWISE, parent.shape, total.dtype, [parent], jnp.exp, name="exp", operand=total, params={}),
+        parents = [materialize(self, total)]
+        result = self.elementwise(
+            POINTWISE, total.shape, total.dtype, parents, jnp.exp, "exp", {}, "of a sum", operand=total
         )
         return Value(total.shape, total.dtype, None, result)
 
@@ -292,7 +273,7 @@ class Graph(NodeCache):
         """None: this selects in another way than entry by entry. Where entries out of bounds are NaN, that is added."""
         name, indices, beside = eqn.primitive.name, None, None
         if name == "gather":
-            indices = columns_of(inputs[1])
+            indices = _columns_of(inputs[1])
             if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP and not are_inside(eqn, indices):
                 fill = eqn.params["fill_value"]
                 if not is_float(inputs[0].dtype) or not (fill is None or np.isnan(fill)):
@@ -300,7 +281,7 @@ class Graph(NodeCache):
                 zeros = self.constant(np.zeros(inputs[0].shape, inputs[0].dtype))
                 (beside,) = self.whole(eqn, [zeros, *inputs[1:]], CONSTANT)
         elif name == "dynamic_slice":
-            indices = [index_of(v.rest_node, ()) for v in inputs[1:]]
+            indices = [_index_of(v.rest, ()) for v in inputs[1:]]
         selection = selection_of(eqn, indices)
         if selection is None:
             return None
@@ -333,7 +314,7 @@ class Graph(NodeCache):
     def log_of(self, value: Value) -> Value | None:
         """log(value) as an affine Value, if the program shows it: products of constants and exponentials."""
         if value.is_constant:
-            rest = value.rest_node
+            rest = value.rest
             log = self.node(("log", rest.serial), lambda: Node(CONSTANT, rest.shape, value.dtype, [rest], jnp.log))
             return value._replace(rest=log)
         if value.affine is not None:
@@ -341,7 +322,7 @@ class Graph(NodeCache):
         exponent = _exponent(value)
         if exponent is not None:
             return exponent if exponent.is_affine or exponent.is_constant else None
-        node = value.rest_node
+        node = value.rest
         if node.name in ("mul", "div") and len(node.parents) == 2:
             first, second = (self.log_of(Value(p.shape, p.dtype, None, p)) for p in node.parents)
             if first is None or second is None:
@@ -354,19 +335,34 @@ class Graph(NodeCache):
         return None
 
     def logit_of(self, value: Value) -> Value | None:
-        is_logistic = value.affine is None and value.rest_node.name == "logistic"
-        return value.rest_node.operand if is_logistic else None
-
-
-def plus_offset(graph: Graph, affine: Node, offset: Node, out) -> Node:
-    inner = out.shape if max(affine.size, offset.size) > 1 else ()
-    return graph.node(
-        ("offset", affine.serial, offset.serial, inner),
-        lambda: Node(
-            AFFINE, inner, out.dtype, [affine, offset], lambda x, y: x + y, [inner, inner], "offset", params={}
-        ),
-    )
+        is_logistic = value.affine is None and value.rest.name == "logistic"
+        return value.rest.operand if is_logistic else None
 
 
 def _exponent(value: Value) -> Value | None:
-    return value.rest_node.operand if value.affine is None and value.rest_node.name == "exp" else None
+    return value.rest.operand if value.affine is None and value.rest.name == "exp" else None
+
+
+def _columns_of(indices: Value) -> list[Index]:
+    """The columns of a gather's indices, as far as each by itself is constant."""
+    node, shape, count = indices.rest, indices.shape, indices.shape[-1]
+    if node.name == "concatenate" and len(node.parents) == count and node.params["dimension"] == len(shape) - 1:
+        return [_index_of(parent, shape[:-1]) for parent in node.parents]
+    if count == 1:
+        return [_index_of(node, shape[:-1])]
+    whole = constant_value(node)
+    if whole is not None:
+        return [constant_index(whole.reshape(shape)[..., i]) for i in range(count)]
+
+    def column(i: int) -> Node:
+        return Node(CONSTANT, shape[:-1], node.dtype, [node], lambda array: array[..., i], [shape], f"column {i}")
+
+    return [Index(shape[:-1], column(i), ("column", node.serial, i)) for i in range(count)]
+
+
+def _index_of(node: Node, shape: tuple[int, ...]) -> Index:
+    """A constant, of so many places, as an index."""
+    value = constant_value(node)
+    if value is not None:
+        return constant_index(np.broadcast_to(value, shape) if value.ndim == 0 else value.reshape(shape))
+    return Index(tuple(shape), node)

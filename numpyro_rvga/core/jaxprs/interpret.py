@@ -43,17 +43,28 @@ def interpret(
     :return: one result for each output variable.
     """
     environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(constant, consts), *inputs]))
+    return _evaluate(jaxpr.eqns, environment, jaxpr.outvars, rule, constant)
+
+
+def _evaluate(
+    equations: Sequence,
+    environment: dict,
+    outputs: Sequence,
+    rule: Rule = results,
+    constant: Callable[[Any], Any] = jnp.asarray,
+) -> list:
+    """The outputs of equations, from the values of the variables that they take, which are put in ``environment``."""
 
     def read(atom: Any) -> Any:
         return constant(atom.val) if isinstance(atom, jex_core.Literal) else environment[atom]
 
-    for eqn in jaxpr.eqns:
+    for eqn in equations:
         arguments = [read(atom) for atom in eqn.invars]
-        outputs = rule(eqn, arguments)
-        if outputs is None:
-            outputs = interpret(*inner_program(eqn), arguments, rule, constant)
-        environment.update(zip(eqn.outvars, outputs))
-    return [read(atom) for atom in jaxpr.outvars]
+        made = rule(eqn, arguments)
+        if made is None:
+            made = interpret(*inner_program(eqn), arguments, rule, constant)
+        environment.update(zip(eqn.outvars, made))
+    return [read(atom) for atom in outputs]
 
 
 def is_inlined(eqn: JaxprEqn) -> bool:
@@ -132,7 +143,8 @@ class PartialEvaluation(NamedTuple):
         """Whether ``finish`` is the same function."""
         (text, consts), (other_text, other_consts) = self.program, other.program
         same = self.shapes == other.shapes and text == other_text and len(consts) == len(other_consts)
-        return same and all(np.array_equal(a, b, equal_nan=_may_be_nan(a)) for a, b in zip(consts, other_consts))
+        may_be_nan = [jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in consts]
+        return same and all(np.array_equal(a, b, equal_nan=nan) for a, b, nan in zip(consts, other_consts, may_be_nan))
 
 
 def partial_evaluation(function: Callable, data: PyTree, *parameters: Any) -> PartialEvaluation:
@@ -142,7 +154,9 @@ def partial_evaluation(function: Callable, data: PyTree, *parameters: Any) -> Pa
     :param parameters: likewise.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(data, *parameters)
-    inlined = jax.make_jaxpr(lambda *leaves: _evaluate_inlined(closed, leaves))(*jax.tree.leaves((data, *parameters)))
+    inlined = jax.make_jaxpr(lambda *leaves: interpret(closed.jaxpr, closed.consts, leaves, inlined_results))(
+        *jax.tree.leaves((data, *parameters))
+    )
     jaxpr, consts = inlined.jaxpr, inlined.consts
     count, structure = len(jax.tree.leaves(data)), jax.tree.structure(shape)
     of_parameters, of_data = set(jaxpr.invars[count:]), set(jaxpr.invars[:count])
@@ -173,10 +187,6 @@ def partial_evaluation(function: Callable, data: PyTree, *parameters: Any) -> Pa
     return PartialEvaluation(residuals, finish, shapes, (text, consts))
 
 
-def _evaluate_inlined(closed: Any, leaves: Sequence) -> list:
-    return interpret(closed.jaxpr, closed.consts, leaves, inlined_results)
-
-
 def of_outputs(closed: jex_core.ClosedJaxpr, numbers: Sequence[int]) -> jex_core.ClosedJaxpr:
     """The program of some outputs alone: with the equations that they depend on, and those with effects."""
     jaxpr = closed.jaxpr
@@ -203,19 +213,6 @@ def _variables(atoms: Iterable) -> list:
     return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]
 
 
-def _evaluate(equations: Sequence, environment: dict, outputs: Sequence) -> list:
-    def read(atom: Any) -> Any:
-        return jnp.asarray(atom.val) if isinstance(atom, jex_core.Literal) else environment[atom]
-
-    for eqn in equations:
-        environment.update(zip(eqn.outvars, results(eqn, [read(atom) for atom in eqn.invars])))
-    return [read(atom) for atom in outputs]
-
-
-def _may_be_nan(array: Array | np.ndarray) -> bool:
-    return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
-
-
 class Indexing(NamedTuple):
     """:ivar inside: whether the indices of one place in the program lie within bounds, (*indices, axes).
     :ivar sizes: lengths of the axes that they index."""
@@ -234,21 +231,14 @@ def indexings(function: Callable, *args: Any) -> list[Indexing]:
     closed = jax.make_jaxpr(function)(*args)
     result: list[Indexing] = []
 
-    def evaluate(eqn, inputs):
-        if _is_plain(eqn):
-            result.append(_indexing(eqn, *inputs))
+    def evaluate(eqn: JaxprEqn, inputs: list) -> list | None:
+        # Of other modes, which say what is to be done with indices that are out of bounds, nothing is asked.
+        if eqn.primitive.name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
+            (operand, indices), axes = inputs, eqn.params["dimension_numbers"].start_index_map
+            lengths = tuple(operand.shape[axis] for axis in axes)
+            last = np.array(lengths) - np.array([eqn.params["slice_sizes"][axis] for axis in axes])
+            result.append(Indexing((indices >= 0) & (indices <= last), lengths))
         return inlined_results(eqn, inputs)
 
     interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), evaluate)
     return result
-
-
-def _is_plain(eqn: JaxprEqn) -> bool:
-    """Others say what is to be done with indices that are out of bounds."""
-    return eqn.primitive.name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
-
-
-def _indexing(eqn: JaxprEqn, operand: Array, indices: Array) -> Indexing:
-    axes, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
-    last = np.array([operand.shape[axis] - sizes[axis] for axis in axes])
-    return Indexing((indices >= 0) & (indices <= last), tuple(operand.shape[axis] for axis in axes))

@@ -52,12 +52,13 @@ class LikePieces:
             (n.kind, n.shape, n.dtype, n.in_shapes) != (first.kind, first.shape, first.dtype, first.in_shapes)
             for n in nodes
         ):
-            return self._constant(nodes) if _are_constant(nodes) else None
+            are_constant = all(node.kind == CONSTANT and node.size == first.size for node in nodes)
+            return self._constant(nodes) if are_constant else None
         if first.kind == CONSTANT:
             return self._constant(nodes)
-        stands_for = [node.leaf_of or node.unwraps for node in nodes]
+        stands_for = [node.stands_for for node in nodes]
         if all(stands_for):
-            affine = self.one_of([node for node in stands_for if node is not None])
+            affine = self.one_of(stands_for)
             return None if affine is None else self._unwrap(affine)
         if any(stands_for):
             return None
@@ -95,9 +96,9 @@ class LikePieces:
         if not all(index.is_constant for index in indices):
             if any(index.is_constant for index in indices):
                 return None
-            node, key = self.one_of([index.node for index in indices]), tuple(index.key for index in indices)
+            node, key = self.one_of([index.value for index in indices]), tuple(index.key for index in indices)
             return None if node is None else Index(first.shape, node, ("one of", self._number.serial, key))
-        table = np.stack([index.numbers for index in indices])
+        table = np.stack([index.value for index in indices])
         values, key = np.unique(table), ("one of", self._number.serial, first.shape, table.tobytes())
 
         def make() -> Node:
@@ -134,21 +135,12 @@ class LikePieces:
         return Value(values[0].shape, values[0].dtype, *parts)
 
 
-def _are_constant(nodes: Nodes) -> bool:
-    return all(node.kind == CONSTANT and node.size == nodes[0].size for node in nodes)
-
-
 def _operation(node: Node) -> tuple | None:
     """What a step does to its parents: equal for equal operations; None if that is not known."""
     if not node.name or not isinstance(node.params, dict):
         return None
-    return node.name, freeze(
-        {k: _comparable(v) for k, v in node.params.items() if k not in INCIDENTAL and k != "places"}
-    )
-
-
-def _comparable(value: Any) -> Any:
-    return digest_of(value) if isinstance(value, ClosedJaxpr) else value
+    params = {name: value for name, value in node.params.items() if name not in INCIDENTAL and name != "places"}
+    return node.name, freeze({k: digest_of(v) if isinstance(v, ClosedJaxpr) else v for k, v in params.items()})
 
 
 # ---------------------------------------------------------------------- pieces laid one after the other
@@ -161,7 +153,7 @@ def only_piece(starts: np.ndarray, index: Index) -> int | None:
         return 0
     if not index.is_constant:
         return None
-    pieces = np.unique(np.searchsorted(starts, index.numbers, side="right") - 1)
+    pieces = np.unique(np.searchsorted(starts, index.value, side="right") - 1)
     return int(pieces[0]) if len(pieces) == 1 else None
 
 
@@ -179,7 +171,7 @@ def piece_number(graph: NodeCache, starts: np.ndarray, index: Index) -> Node:
 
     def make() -> Node:
         apply = lambda place: jnp.sum(place >= jnp.asarray(starts[1:-1]), dtype=jnp.int32)  # noqa: E731
-        return Node(CONSTANT, (), np.dtype(np.int32), [index.node], apply, [()], "piece number")
+        return Node(CONSTANT, (), np.dtype(np.int32), [index.value], apply, [()], "piece number")
 
     return graph.node(("piece number", index.key, starts.tobytes()), make)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -22,31 +23,13 @@ _serial = itertools.count()
 class Node:
     """One array-valued step of the symbolic program. Arrays of one element are held as scalars."""
 
-    __slots__ = (
-        "kind",
-        "shape",
-        "dtype",
-        "parents",
-        "apply",
-        "in_shapes",
-        "name",
-        "operand",
-        "serial",
-        "leaf_of",
-        "unwraps",
-        "params",
-        "selection",
-        "pushed",
-    )
-
     def __init__(self, kind, shape, dtype, parents=(), apply=None, in_shapes=None, name="", operand=None, params=None):
         self.kind, self.dtype, self.parents, self.name = kind, dtype, tuple(parents), name
         self.apply: Any = apply
         self.shape = () if math.prod(shape) == 1 else tuple(shape)
         self.in_shapes = tuple(p.shape for p in self.parents) if in_shapes is None else tuple(in_shapes)
         self.operand: Any = operand  # for exp, log and logistic: the Value it was applied to
-        self.leaf_of: Node | None = None  # for a predictor: the affine node that it replaces
-        self.unwraps: Node | None = None  # for a sum of predictors: likewise
+        self.stands_for: Any = None  # for a predictor, or a sum of predictors: the affine node that it replaces
         self.params: Any = params  # of its equation
         self.selection: Any = None  # of its first parent's entries, if it is one
         self.pushed: tuple[Node, Any] | None = None  # the node that a selection was pushed through, and that
@@ -56,36 +39,22 @@ class Node:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_predictor(self) -> bool:
+        return self.name == "predictor"
+
     def of(self, parents: Sequence[Node], kind: str, shape: Sequence[int], in_shapes: Sequence) -> Node:
         """The same step of other parents."""
         return Node(kind, shape, self.dtype, parents, self.apply, in_shapes, self.name, params=self.params)
 
-    @property
-    def affine(self) -> Node:
-        """The affine node that a predictor replaces."""
-        assert self.leaf_of is not None
-        return self.leaf_of
-
 
 class Value(NamedTuple):
-    """An intermediate result of the program: ``affine + rest``, either of which may be absent."""
+    """An intermediate result of the program: ``affine + rest``, nodes, either of which may be absent (None)."""
 
     shape: tuple[int, ...]
     dtype: DTypeLike
-    affine: Node | None
-    rest: Node | None
-
-    @property
-    def affine_node(self) -> Node:
-        """The affine part of a value that has one."""
-        assert self.affine is not None
-        return self.affine
-
-    @property
-    def rest_node(self) -> Node:
-        """The rest of a value that has one."""
-        assert self.rest is not None
-        return self.rest
+    affine: Any
+    rest: Any
 
     @property
     def is_constant(self) -> bool:
@@ -129,6 +98,13 @@ class NodeCache:
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
+
+    def elementwise(self, kind, shape, dtype, parents, apply, name, params, key=None, operand=None) -> Node:
+        """A step that works entry by entry on parents of this shape, or numbers. ``key``: what else it depends on."""
+        inner = shape if max(p.size for p in parents) > 1 else ()
+        in_shapes = [inner] * len(parents)
+        make = partial(Node, kind, inner, dtype, parents, apply, in_shapes, name, operand, params)
+        return self.node((name, kind, inner, tuple(p.serial for p in parents), key), make)
 
 
 def ancestors(roots: Sequence[Node], stop: Callable[[Node], bool] = lambda n: False) -> list[Node]:

@@ -75,27 +75,23 @@ def constant_outputs(eqn: JaxprEqn, is_constant: Sequence[bool]) -> tuple[list[i
     return (numbers, _program(eqn, is_constant, sorted(alone), [], numbers)) if numbers else None
 
 
-class _Dependences(NamedTuple):
+def _dependences(
+    eqn: JaxprEqn, is_constant: Sequence[bool]
+) -> tuple[list[frozenset[int]], dict[int, frozenset[int]], frozenset[int], frozenset[int]]:
     """Which inputs the results of a scan's step take.
 
-    :ivar takes: by output. :ivar sources: by carried value, as an input: those of its value after the step.
-    :ivar alone: carried values that take constants and each other only. :ivar precomputed: these, and all constants.
+    :return: by output; by carried value, as an input: those of its value after the step; carried values that take
+        constants and each other only; these, and all constants.
     """
-
-    takes: list[frozenset[int]]
-    sources: dict[int, frozenset[int]]
-    alone: frozenset[int]
-    precomputed: frozenset[int]
-
-
-def _dependences(eqn: JaxprEqn, is_constant: Sequence[bool]) -> _Dependences:
     start, num_carry = scan_counts(eqn)
     carries = frozenset(range(start, start + num_carry))
     takes = sources_of(_body(eqn), [frozenset([i]) for i in range(len(eqn.invars))])
     sources = dict(zip(sorted(carries), takes))
     constants = frozenset(i for i, constant in enumerate(is_constant) if constant)
-    alone = _closed(carries, sources, constants)
-    return _Dependences(takes, sources, alone, alone | (constants - carries))
+    alone = carries & constants
+    while (fewer := frozenset(c for c in alone if sources[c] <= alone | (constants - carries))) != alone:
+        alone = fewer
+    return takes, sources, alone, alone | (constants - carries)
 
 
 def _program(
@@ -149,16 +145,6 @@ def _raveled(body: jex_core.ClosedJaxpr, start: int, group: list[int]) -> Callab
         return ravel_pytree(jex_core.jaxpr_as_fun(program)(*at))[0]
 
     return after
-
-
-def _closed(carries: frozenset[int], sources: dict[int, frozenset[int]], constants: frozenset[int]) -> frozenset[int]:
-    """The carried values that take constants and each other only."""
-    closed = carries & constants
-    while True:
-        fewer = frozenset(c for c in closed if sources[c] <= closed | (constants - carries))
-        if fewer == closed:
-            return closed
-        closed = fewer
 
 
 def _at_once(

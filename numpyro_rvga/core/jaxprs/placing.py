@@ -38,7 +38,7 @@ def placed(graph: NodeCache, eqn: JaxprEqn, inputs: Sequence[Value]) -> Value | 
     first = FIRST_INDEX[name]
     last = first + NUM_INDICES.get(name, len(inputs) - first)
     indices = {i: inputs[i] for i in range(first, last) if inputs[i].is_constant}
-    known = {i: x for i, value in indices.items() if (x := constant_value(value.rest_node)) is not None}
+    known = {i: x for i, value in indices.items() if (x := constant_value(value.rest)) is not None}
     if len(known) < last - first:
         return None
     operands = [i for i in range(len(inputs)) if not first <= i < last]
@@ -59,7 +59,7 @@ def adds_to_zeros(eqn: JaxprEqn, inputs: Sequence[Value]) -> bool:
     """Whether an operation is linear in what it adds."""
     if eqn.primitive.name not in ADDING or not (inputs[0].is_constant and inputs[1].is_constant):
         return False
-    before = constant_value(inputs[0].rest_node)
+    before = constant_value(inputs[0].rest)
     return before is not None and not before.any()
 
 
@@ -68,7 +68,7 @@ def sums_at_places(eqn: JaxprEqn, inputs: Sequence[Value]) -> ClosedJaxpr | None
 
     :return: None if the places are not known, or some take many more addends than others.
     """
-    places = constant_value(inputs[1].rest_node) if inputs[1].is_constant else None
+    places = constant_value(inputs[1].rest) if inputs[1].is_constant else None
     if places is None or math.prod(inputs[0].shape) >= MOST_PLACES:
         return None
     before, at, added = jnp.zeros(inputs[0].shape), np.reshape(places, inputs[1].shape), jnp.zeros(inputs[2].shape)

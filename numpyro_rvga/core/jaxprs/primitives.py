@@ -117,9 +117,9 @@ def scan_counts(eqn) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-def results(eqn, inputs: list) -> list:
-    """The outputs of an equation, as a list."""
-    result = binder(eqn)(*inputs)
+def results(eqn, inputs: list, **options: Any) -> list:
+    """The outputs of an equation, as a list. ``options``: of :func:`binder`."""
+    result = binder(eqn, **options)(*inputs)
     return list(result) if eqn.primitive.multiple_results else [result]
 
 

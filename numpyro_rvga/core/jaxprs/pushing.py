@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .contractions import sides_of
 from .entries import first_of, num_distinct, without_repetition
-from .factoring import FACTORABLE, image_of, products_of
+from .factoring import FACTORABLE, image_of, products_of, sides_of
 from .like_pieces import LikePieces, chosen_from_pieces, inside_piece, only_piece, piece_number
 from .nodes import AFFINE, CONSTANT, OPAQUE, POINTWISE, Node, NodeCache, Value
 from .primitives import ARITHMETIC, freeze
@@ -70,7 +69,7 @@ def selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
 def _selected(graph: NodeCache, node: Node, selection: Selection) -> Node:
     """As :func:`selected`: of a step that works entry by entry, the step of its parents' selected entries; else by a
     rule."""
-    of_affine = node.leaf_of or node.unwraps
+    of_affine = node.stands_for
     if of_affine is not None:
         return unwrap(graph, selected(graph, of_affine, selection))
     if node.name == "pieces" and node.kind == POINTWISE:
@@ -124,7 +123,7 @@ def predictor(graph: NodeCache, affine: Node) -> Node:
 
     def make():
         node = Node(POINTWISE, affine.shape, affine.dtype, name="predictor")
-        node.leaf_of = affine
+        node.stands_for = affine
         return node
 
     return graph.node(("leaf", affine.serial), make)
@@ -149,7 +148,7 @@ def _from_fewer(graph: NodeCache, affine: Node) -> Node:
     if affine.name == "sum":
         parents = [unwrap(graph, p) if p.kind == AFFINE else p for p in affine.parents]
         node = Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
-        node.unwraps = affine
+        node.stands_for = affine
         return node
     few, back = without_repetition(affine.selection)
     node = predictor(graph, selected(graph, affine.parents[0], few))
@@ -165,19 +164,11 @@ def _pieces(graph: NodeCache, affine: Node) -> Node:
 
 def materialize(graph: NodeCache, value: Value) -> Node:
     if value.affine is None:
-        return value.rest_node
+        return value.rest
     linear = unwrap(graph, value.affine)
     if value.rest is None:
         return linear
-    return combined(graph, value.shape, value.dtype, linear, value.rest)
-
-
-def combined(graph: NodeCache, shape, dtype, a: Node, b: Node) -> Node:
-    inner = shape if max(a.size, b.size) > 1 else ()
-    return graph.node(
-        ("combine", a.serial, b.serial, inner),
-        lambda: Node(POINTWISE, inner, dtype, [a, b], lambda x, y: x + y, [inner, inner], "combined", params={}),
-    )
+    return graph.elementwise(POINTWISE, value.shape, value.dtype, [linear, value.rest], jnp.add, "combined", {})
 
 
 # ---------------------------------------------------------------------- rules
@@ -185,8 +176,8 @@ def _product(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     """The product of matrices, or of arrays of these."""
     if node.kind == AFFINE:
         return None
-    sides = [(selected(graph, parent, side), side.shape) for parent, side in sides_of(node, selection)]
-    axes = tuple(range(len(selection.shape), len(sides[0][1])))
+    sides = sides_of(node, selection)
+    axes = tuple(range(len(selection.shape), len(sides[0][1].shape)))
 
     def apply(a: Array, b: Array) -> Array:
         return jnp.broadcast_to(jnp.sum(a * b, axis=axes), selection.shape).astype(node.dtype)
@@ -199,21 +190,21 @@ def _reduction(graph: NodeCache, node: Node, selection: Selection) -> Node | Non
     if node.kind == AFFINE:
         return None
     (shape,), axes = node.in_shapes, node.params["axes"]
-    side = of_indices(_with_core(selection, shape, axes), len(selection.shape) + len(axes))
+    side = _lines(selection, selection.indices, shape, axes)
     reduced = tuple(range(len(selection.shape), len(side.shape)))
     operation = REDUCTIONS[node.name]
 
     def apply(array: Array) -> Array:
         return jnp.broadcast_to(operation(array, axis=reduced), selection.shape)
 
-    return _made(graph, node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply)
+    return _made(graph, node, selection, [(node.parents[0], side)], apply)
 
 
-def _with_core(selection: Selection, shape: Sequence[int], core: Sequence[int]) -> list[Index]:
-    """Indices of an operand: the core axes run over all their places, the others follow those of the result."""
-    whole = dict(zip(core, trailing(selection, [shape[axis] for axis in core])))
-    others = iter(selection.indices)
-    return [whole[axis] if axis in whole else with_trailing(next(others), len(core)) for axis in range(len(shape))]
+def _lines(selection: Selection, others: Sequence[Index], shape: Sequence[int], axes: Sequence[int]) -> Selection:
+    """The lines of an operand along some axes, for each entry of the result. ``others``: places along the others."""
+    whole, rest = dict(zip(axes, trailing(selection, [shape[axis] for axis in axes]))), iter(others)
+    indices = [whole[axis] if axis in whole else with_trailing(next(rest), len(axes)) for axis in range(len(shape))]
+    return of_indices(indices, len(selection.shape) + len(axes))
 
 
 def _cumulative(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
@@ -221,15 +212,14 @@ def _cumulative(graph: NodeCache, node: Node, selection: Selection) -> Node | No
     if node.kind == AFFINE or len(node.in_shapes) > 1 or len(node.in_shapes[0]) == 1:
         return None
     (shape,), axis = node.in_shapes, node.params["dimension" if node.name == "sort" else "axis"]
-    others = Selection(selection.shape, tuple(i for a, i in enumerate(selection.indices) if a != axis))
-    side = of_indices(_with_core(others, shape, [axis]), len(selection.shape) + 1)
+    side = _lines(selection, [i for a, i in enumerate(selection.indices) if a != axis], shape, [axis])
     index, operation, reverse = selection.indices[axis], CUMULATIVE[node.name], node.params.get("reverse", False)
 
     def apply(array: Array, *nodes: Array) -> Array:
         done = operation(array, axis=array.ndim - 1, reverse=reverse)
         return jnp.broadcast_to(picked(done, _value(index, nodes)), selection.shape)
 
-    return _made(graph, node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [index])
+    return _made(graph, node, selection, [(node.parents[0], side)], apply, [index])
 
 
 def _factorized(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
@@ -237,9 +227,7 @@ def _factorized(graph: NodeCache, node: Node, selection: Selection) -> Node | No
     (shape,) = node.in_shapes
     if len(shape) == 2:
         return None
-    core = [len(shape) - 2, len(shape) - 1]
-    others = Selection(selection.shape, selection.indices[:-2])
-    side = of_indices(_with_core(others, shape, core), len(selection.shape) + 2)
+    side = _lines(selection, selection.indices[:-2], shape, [len(shape) - 2, len(shape) - 1])
     row, column = selection.indices[-2:]
 
     def apply(array: Array, *nodes: Array) -> Array:
@@ -248,7 +236,7 @@ def _factorized(graph: NodeCache, node: Node, selection: Selection) -> Node | No
         flat = factor.reshape(*factor.shape[:-2], -1)
         return jnp.broadcast_to(picked(flat, i * shape[-1] + j), selection.shape)
 
-    return _made(graph, node, selection, [(selected(graph, node.parents[0], side), side.shape)], apply, [row, column])
+    return _made(graph, node, selection, [(node.parents[0], side)], apply, [row, column])
 
 
 def _solved(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
@@ -258,15 +246,11 @@ def _solved(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
     (matrix, right), (matrix_shape, shape) = node.parents, node.in_shapes
     left_side = node.params["left_side"]
     along_axis = len(shape) - (2 if left_side else 1)
-    others = Selection(selection.shape, tuple(i for a, i in enumerate(selection.indices) if a != along_axis))
-    side = of_indices(_with_core(others, shape, [along_axis]), len(selection.shape) + 1)
+    others = [i for a, i in enumerate(selection.indices) if a != along_axis]
     index, size = selection.indices[along_axis], shape[along_axis]
-    if len(matrix_shape) == 2:
-        of_matrix, matrix_shape = matrix, matrix_shape
-    else:
-        batch = Selection(selection.shape, selection.indices[:-2])
-        chosen = of_indices(_with_core(batch, matrix_shape, [len(shape) - 2, len(shape) - 1]), len(selection.shape) + 2)
-        of_matrix, matrix_shape = selected(graph, matrix, chosen), chosen.shape
+    of_matrix = everything(matrix_shape)
+    if len(matrix_shape) > 2:
+        of_matrix = _lines(selection, selection.indices[:-2], matrix_shape, [len(shape) - 2, len(shape) - 1])
 
     def apply(a: Array, b: Array, *nodes: Array) -> Array:
         lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-1])
@@ -275,7 +259,7 @@ def _solved(graph: NodeCache, node: Node, selection: Selection) -> Node | None:
         x = node.apply(a, b).reshape(*lead, size)
         return jnp.broadcast_to(picked(x, _value(index, nodes)), selection.shape)
 
-    sides = [(of_matrix, matrix_shape), (selected(graph, right, side), side.shape)]
+    sides = [(matrix, of_matrix), (right, _lines(selection, others, shape, [along_axis]))]
     return _made(graph, node, selection, sides, apply, [index])
 
 
@@ -336,9 +320,9 @@ def _from_pieces(
         if one is not None:
             return one
     if index.is_constant:
-        positions = graph.constant(np.broadcast_to(index.numbers, shape)).rest_node
+        positions = graph.constant(np.broadcast_to(index.value, shape)).rest
     else:
-        positions = selected(graph, index.node, broadcast_selection(index.shape, shape))
+        positions = selected(graph, index.value, broadcast_selection(index.shape, shape))
     return chosen_from_pieces(pieces, positions, starts, index, shape, dtype)
 
 
@@ -357,21 +341,21 @@ def _made(
     graph: NodeCache,
     node: Node,
     selection: Selection,
-    sides: Sequence[tuple[Node, tuple]],
+    sides: Sequence[tuple[Node, Selection]],
     apply: Callable,
     indices: Sequence[Index] = (),
 ) -> Node:
     """The step that a rule has made.
 
-    :param sides: what it takes, and in which shapes. :param indices: which it takes besides, where they are traced.
+    :param sides: the entries of nodes that it takes. :param indices: which it takes besides, where they are traced.
     """
-    traced = [index for index in indices if not index.is_constant]
-    parents = [*[parent for parent, _ in sides], *[index.value for index in traced]]
-    in_shapes = [*[shape for _, shape in sides], *[index.shape for index in traced]]
+    traced, taken = [index for index in indices if not index.is_constant], [selected(graph, *side) for side in sides]
+    parents = [*taken, *[index.value for index in traced]]
+    in_shapes = [*[side.shape for _, side in sides], *[index.shape for index in traced]]
     numbers = tuple(index.key if index.is_constant else None for index in indices)
     params = {"of": node.name, "params": freeze(node.params), "in_shapes": node.in_shapes, "indices": numbers}
-    varying = [i for i, (parent, _) in enumerate(sides) if parent.kind != CONSTANT]
-    products = products_of(graph, sides[varying[0]][0]) if node.name in FACTORABLE and len(varying) == 1 else None
+    varying = [i for i, parent in enumerate(taken) if parent.kind != CONSTANT]
+    products = products_of(graph, taken[varying[0]]) if node.name in FACTORABLE and len(varying) == 1 else None
     if products is not None:
 
         def image(array: Node) -> Node:

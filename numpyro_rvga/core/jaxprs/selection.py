@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Index(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    value: np.ndarray | Node
+    value: Any
     origin: tuple = ()
     read: tuple[Index, Selection] | None = None
 
@@ -39,23 +39,11 @@ class Index(NamedTuple):
         return isinstance(self.value, np.ndarray)
 
     @property
-    def numbers(self) -> np.ndarray:
-        """The value of a constant index."""
-        assert isinstance(self.value, np.ndarray)
-        return self.value
-
-    @property
-    def node(self) -> Node:
-        """The value of a traced index."""
-        assert isinstance(self.value, Node)
-        return self.value
-
-    @property
     def source(self) -> tuple:
         """Equal for indices that are equal but for axes of length one."""
         if self.is_constant:
-            return without_ones(self.shape), self.numbers.tobytes()
-        return self.origin or (self.node.serial,)
+            return without_ones(self.shape), self.value.tobytes()
+        return self.origin or (self.value.serial,)
 
     @property
     def key(self) -> tuple:
@@ -87,7 +75,7 @@ class Selection(NamedTuple):
     @property
     def nodes(self) -> list[Node]:
         """The traced indices."""
-        return [index.node for index in self.indices if not index.is_constant]
+        return [index.value for index in self.indices if not index.is_constant]
 
     @property
     def node_shapes(self) -> list[tuple[int, ...]]:
@@ -95,7 +83,7 @@ class Selection(NamedTuple):
 
     def flat(self, operand_shape: tuple[int, ...]) -> np.ndarray:
         """Places in the flattened operand, of constant indices."""
-        positions = np.broadcast_arrays(*[index.numbers for index in self.indices])
+        positions = np.broadcast_arrays(*[index.value for index in self.indices])
         return np.ravel_multi_index(positions, operand_shape)
 
 
@@ -163,7 +151,7 @@ def _as_slices(selection: Selection) -> tuple[slice, ...] | None:
     for index in selection.indices:
         if not index.is_constant:
             return None
-        flat = index.numbers.ravel()
+        flat = index.value.ravel()
         if len(flat) == 0:
             return None
         steps = np.diff(flat)
@@ -194,13 +182,13 @@ def _read(index: Index, at: Sequence[Index], num_axes: int) -> Index:
     if not at:
         one = (1,) * num_axes
         return Index(one, _reshaped(index.value, one), index.source)
-    if index.is_constant and len(at) == 1 and np.array_equal(index.numbers.ravel(), np.arange(index.numbers.size)):
+    if index.is_constant and len(at) == 1 and np.array_equal(index.value.ravel(), np.arange(index.value.size)):
         return at[0]
     squeezed = without_ones(index.shape)
     shape = tuple(np.broadcast_shapes(*[i.shape for i in at]))
     if index.is_constant and all(i.is_constant for i in at):
-        return constant_index(np.broadcast_to(index.numbers.reshape(squeezed)[tuple(i.numbers for i in at)], shape))
-    operand = index.node if not index.is_constant else _constant(index.numbers)
+        return constant_index(np.broadcast_to(index.value.reshape(squeezed)[tuple(i.value for i in at)], shape))
+    operand = index.value if not index.is_constant else _constant(index.value)
     chosen = Selection(shape, tuple(at))
 
     def apply(array: Array, *nodes: Array) -> Array:
@@ -215,8 +203,8 @@ def _read(index: Index, at: Sequence[Index], num_axes: int) -> Index:
 def possible_values(index: Index) -> np.ndarray | None:
     """The values that the index may have; None if they may be any."""
     if index.is_constant:
-        return np.unique(index.numbers)
-    return index.node.params if index.node.name == "index" else None
+        return np.unique(index.value)
+    return index.value.params if index.value.name == "index" else None
 
 
 def _constant(array: np.ndarray) -> Node:
@@ -247,7 +235,7 @@ def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None) -> Selection | 
         axes = params["broadcast_dimensions"]
         return Selection(out, tuple(_stretched(n, axis, out) for n, axis in zip(shape, axes)))
     if name == "tile":
-        return Selection(out, tuple(constant_index(i.numbers % n) for i, n in zip(everything(out).indices, shape)))
+        return Selection(out, tuple(constant_index(i.value % n) for i, n in zip(everything(out).indices, shape)))
     if name == "transpose":
         positions = {axis: position for position, axis in enumerate(params["permutation"])}
         return Selection(out, tuple(along(n, positions[axis], len(out)) for axis, n in enumerate(shape)))
@@ -260,7 +248,7 @@ def selection_of(eqn: JaxprEqn, indices: Sequence[Index] | None) -> Selection | 
     if name == "slice":
         strides = params["strides"] or (1,) * len(shape)
         moved = [
-            constant_index(start + stride * i.numbers)
+            constant_index(start + stride * i.value)
             for start, stride, i in zip(params["start_indices"], strides, everything(out).indices)
         ]
         return Selection(out, tuple(moved))
@@ -342,7 +330,7 @@ def are_inside(eqn: JaxprEqn, columns: Sequence[Index]) -> bool:
     shape, params = form_of(eqn.invars[0]).shape, eqn.params
     largest = [shape[axis] - params["slice_sizes"][axis] for axis in params["dimension_numbers"].start_index_map]
     return all(
-        column.is_constant and np.all((column.numbers >= 0) & (column.numbers <= last))
+        column.is_constant and np.all((column.value >= 0) & (column.value <= last))
         for column, last in zip(columns, largest)
     )
 
@@ -354,7 +342,7 @@ def _reshaped(value: np.ndarray | Node, shape: tuple[int, ...]) -> np.ndarray | 
 def clamped(index: Index, start: int, largest: int) -> Index:
     """Places from ``start`` on, counted from there; those outside 0 to ``largest`` moved to the nearest inside."""
     if index.is_constant:
-        return constant_index(np.clip(index.numbers - start, 0, largest))
+        return constant_index(np.clip(index.value - start, 0, largest))
     if largest == 0:
         return constant_index(np.zeros((1,) * len(index.shape)))
     apply = lambda i: jnp.clip(i.astype(jnp.int32) - start, 0, largest)  # noqa: E731
@@ -370,7 +358,7 @@ def within(index: Index, length: int) -> Index:
 
 def _plus(start: Index, steps: Index) -> Index:
     if start.is_constant:
-        return constant_index(start.numbers + steps.numbers)
+        return constant_index(start.value + steps.value)
     if steps.value.size == 1:
         return start
     shape = tuple(np.broadcast_shapes(start.shape, steps.shape))

@@ -102,17 +102,16 @@ class Reading:
         graph, theta, theta_node, row_nodes = self._graph, self._theta, self._theta_node, self._row_nodes
         derived: dict[int, Node] = {}
         if out.is_affine:
-            assert out.affine is not None
             root = predictor(graph, out.affine)
             leaves = [root]
         else:
             root = materialize(graph, out)
-            leaves = [n for n in ancestors([root]) if n.leaf_of is not None]
+            leaves = [n for n in ancestors([root]) if n.is_predictor]
             leaves, derived = _fewest(graph, leaves)
         live = ancestors([root, *derived.values()], stop=_is_of_rows)
         constants = [n for n in live if _is_of_rows(n)]
         sizes = [leaf.size for leaf in leaves]
-        affine_nodes = [leaf.affine for leaf in leaves]
+        affine_nodes = [leaf.stands_for for leaf in leaves]
 
         def bind_row(row):
             flat = jax.tree.leaves(row)
@@ -168,19 +167,15 @@ def _fewest(graph: Graph, leaves: list[Node]) -> tuple[list[Node], dict[int, Nod
     """
     kept, derived = _independent(leaves)
     for depth in (1, math.inf):
-        kept, more = _independent(_with_shared_addends(graph, kept, depth))
+        added: set[Node] = set()
+        for members, together in _tied([_addends(leaf.stands_for, depth) for leaf in kept]):
+            sums = {kept[i].stands_for for i in members}
+            if sum(node.size for node in together) < sum(node.size for node in sums):
+                added |= together - sums
+        shared = [predictor(graph, affine) for affine in sorted(added, key=lambda node: node.serial)]
+        kept, more = _independent(kept + shared)
         derived |= more
     return kept, derived
-
-
-def _with_shared_addends(graph: Graph, leaves: list[Node], depth: float) -> list[Node]:
-    addends = [_addends(leaf.affine, depth) for leaf in leaves]
-    added: set[Node] = set()
-    for members, together in _tied(addends):
-        sums = {leaves[i].affine for i in members}
-        if sum(node.size for node in together) < sum(node.size for node in sums):
-            added |= together - sums
-    return leaves + [predictor(graph, affine) for affine in sorted(added, key=lambda node: node.serial)]
 
 
 def _addends(affine: Node, depth: float) -> set[Node]:
@@ -204,12 +199,12 @@ def _tied(sets: list[set[Node]]) -> list[tuple[list[int], set[Node]]]:
 
 def _independent(leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
     """Drop predictors that are entries, sums and multiples of other predictors; say how to compute them from those."""
-    kept, derived = {n.affine.serial: n for n in leaves}, {}
+    kept, derived = {n.stands_for.serial: n for n in leaves}, {}
 
     def expression(affine: Node, top: bool) -> Node | None:
         if not top and affine.serial in kept:
             return kept[affine.serial]
-        entries = _entries_of_others(affine, [leaf for leaf in kept.values() if leaf.affine is not affine])
+        entries = _entries_of_others(affine, [leaf for leaf in kept.values() if leaf.stands_for is not affine])
         if entries is not None or affine.name not in ARITHMETIC:
             return entries
         parents = [expression(p, False) if p.kind == AFFINE else p for p in affine.parents]
@@ -217,11 +212,11 @@ def _independent(leaves: list[Node]) -> tuple[list[Node], dict[int, Node]]:
             return None
         return Node(POINTWISE, affine.shape, affine.dtype, parents, affine.apply, affine.in_shapes)
 
-    for leaf in sorted(leaves, key=lambda n: -n.affine.serial):
-        constant = expression(leaf.affine, True)
+    for leaf in sorted(leaves, key=lambda n: -n.stands_for.serial):
+        constant = expression(leaf.stands_for, True)
         if constant is not None:
             derived[leaf.serial] = constant
-            del kept[leaf.affine.serial]
+            del kept[leaf.stands_for.serial]
     return [n for n in leaves if n.serial not in derived], derived
 
 
@@ -229,8 +224,8 @@ def _entries_of_others(affine: Node, leaves: list[Node]) -> Node | None:
     """Selected entries as those of a predictor that has them all."""
     operand, selection = _selected_from(affine)
     for leaf in leaves:
-        other, inner = _selected_from(leaf.affine)
-        if leaf.affine is operand:
+        other, inner = _selected_from(leaf.stands_for)
+        if leaf.stands_for is operand:
             other, inner = operand, everything(operand.shape)
         if other is not operand:
             continue
