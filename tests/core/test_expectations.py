@@ -83,7 +83,7 @@ def test_rules_are_exact_for_quadratics_even_if_the_covariance_is_singular(size,
     covariance = jnp.asarray(root @ root.T)
     density = lambda u: slope @ u + 0.5 * u @ curvature @ u  # noqa: E731
     if rule == "hermite":
-        nodes = ex.hermite_nodes(size)
+        nodes = ex.hermite_rule(size, ex.HERMITE_NODES[size])
     else:
         nodes = ex.sigma_points(size) if rule == "sigma_points" else ex.monte_carlo_points([0], 64, size)
     value, gradient, hessian = from_nodes(density, mean, covariance, nodes)

@@ -207,7 +207,8 @@ def with_slopes(
 def quadrature(order: int, density: Density, mean: Array, covariance: Array) -> Moments:
     """One predictor: panels that adapt to phi. Two or three: Gauss-Hermite."""
     if mean.shape[0] > 1:
-        return from_nodes(density, mean, covariance, *hermite_nodes(mean.shape[0]), order)
+        nodes = hermite_rule(mean.shape[0], HERMITE_NODES[mean.shape[0]])
+        return from_nodes(density, mean, covariance, *nodes, order)
     root, inverse = semidefinite_factor(covariance)
     root, inverse = root[0, 0], inverse[0, 0]
     phi = lambda a: density(a[None])  # noqa: E731
@@ -224,11 +225,6 @@ def quadrature(order: int, density: Density, mean: Array, covariance: Array) -> 
     center, at_center = jax.value_and_grad(phi)(mean[0])
     value, gradient, hessian = normal_integral(integrands, mean.dtype, QUADRATURE_TOLERANCE)[0]
     return center + value, gradient[None], hessian[None, None]
-
-
-def hermite_nodes(dimension: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (K, dimension) and weights (K,) for log densities."""
-    return hermite_rule(dimension, HERMITE_NODES[dimension])
 
 
 def sigma_points(num_predictors: int) -> tuple[np.ndarray, np.ndarray]:

@@ -40,14 +40,9 @@ class Exponential(NamedTuple):
     weight: Array
 
 
-class Gamma(NamedTuple):
-    """As :class:`Exponential`, where the outcome is ``rate`` and not ``slope``: exponential, gamma with a known shape.
-    u is their log rate."""
-
-    slope: Array
-    rate: Array
-    constant: Array
-    weight: Array
+class Gamma(Exponential):
+    """The same, where the outcome is ``rate`` and not ``slope``: exponential, gamma with a known shape. u is their log
+    rate."""
 
 
 class Gaussian(NamedTuple):

@@ -129,23 +129,15 @@ def _at_few_or_others(
     """``function(point, constants)`` at the first few points, or at all others; zeros elsewhere."""
     start, stop = jnp.where(is_coarse, jnp.array([0, few]), jnp.array([few, len(points)]))
     size = min(few, 1 << (_num_at_once(cost).bit_length() - 1))  # both sets are whole batches
-    return _at_some(jax.vmap(lambda point: function(point, constants)), points, size, start, stop)
-
-
-def _at_some(function: Callable, points: Array, size: int, start: Array, stop: Array) -> PyTree:
-    """``function(points)`` of those points (K, C) that are needed, so many at a time; zeros for others.
-
-    :param start: number of the first one, a multiple of ``size``. :param stop: number after the last one.
-    """
     count = -(-len(points) // size)
     padded = jnp.concatenate([points, jnp.broadcast_to(points[:1], (count * size - len(points), points.shape[1]))])
-    parts = padded.reshape(count, size, -1)
+    parts, at_all = padded.reshape(count, size, -1), jax.vmap(lambda point: function(point, constants))
 
     def take(number: Array, results: PyTree) -> PyTree:
-        new = function(parts[number])
+        new = at_all(parts[number])
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, number * size, 0), results, new)
 
-    shapes = jax.eval_shape(function, parts[0])
+    shapes = jax.eval_shape(at_all, parts[0])
     nothing = jax.tree.map(lambda x: jnp.zeros((len(padded), *x.shape[1:]), x.dtype), shapes)
     results = lax.fori_loop(start // size, -(-stop // size), take, nothing)
     return jax.tree.map(lambda x: x[: len(points)], results)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -62,7 +62,15 @@ class StateSum(NamedTuple):
         if not self.rounds:
             by_state = jnp.sum(table, axis=1)
             return by_state[0] if len(by_state) == 1 else jax.nn.logsumexp(by_state)
-        return _as_one_step(self._by_rounds)(table)
+
+        def by_rounds(table: Array) -> Array:
+            total = jnp.sum(self._all_values(table)[self.last])
+            return jnp.where(total > 0.5 * IMPOSSIBLE, total, -jnp.inf)
+
+        # As one primitive, which readers of traced programs do not open: its tables need all entries anyway.
+        as_one_step = jax.custom_jvp(by_rounds)
+        as_one_step.defjvp(lambda primals, tangents: jax.jvp(by_rounds, primals, tangents))
+        return as_one_step(table)
 
     def draw(self, rng_key: Array, table: Array) -> Array:
         """Indices of the variables' states (D,), drawn with the probabilities exp(sum of the terms)."""
@@ -88,15 +96,11 @@ class StateSum(NamedTuple):
             total += jnp.sum(jnp.take_along_axis(by_state, states[step.variables][:, None], axis=1))
         return total
 
-    def _by_rounds(self, table: Array) -> Array:
-        total = jnp.sum(self._all_values(table)[self.last])
-        return jnp.where(total > 0.5 * IMPOSSIBLE, total, -jnp.inf)
-
     def _all_values(self, table: Array) -> Array:
         values = jnp.concatenate([jnp.zeros(1, table.dtype), maximum(table, IMPOSSIBLE).ravel()])
         for steps in self.rounds:
-            made = [_log_sum_exp(jnp.sum(values[step.terms], axis=-1)).ravel() for step in steps]
-            values = jnp.concatenate([values, *made])
+            tables = [maximum(jnp.sum(values[step.terms], axis=-1), IMPOSSIBLE) for step in steps]  # zero slopes below
+            values = jnp.concatenate([values, *[jax.nn.logsumexp(table, axis=-1).ravel() for table in tables]])
         return values
 
 
@@ -105,19 +109,6 @@ def _given_neighbors(step: Step, values: Array, states: Array) -> Array:
     at = jnp.sum(states[step.neighbors] * step.strides, axis=1)
     terms = jnp.take_along_axis(jnp.asarray(step.terms), at[:, None, None, None], axis=1)[:, 0]
     return jnp.sum(values[terms], axis=-1)
-
-
-def _as_one_step(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The function as one primitive, which readers of traced programs do not open: its tables need all entries
-    anyway."""
-    whole = jax.custom_jvp(function)
-    whole.defjvp(lambda primals, tangents: jax.jvp(function, primals, tangents))
-    return whole
-
-
-def _log_sum_exp(x: Array) -> Array:
-    """Log-sum-exp over the last axis, with zero slopes where all entries are log(0)."""
-    return jax.nn.logsumexp(maximum(x, IMPOSSIBLE), axis=-1)
 
 
 def over_all_states(sizes: Sequence[int]) -> StateSum | None:

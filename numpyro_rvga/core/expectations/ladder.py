@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,6 @@ BATCH_POINTS = 2**16  # and if they take finer ones
 MOST_BATCH = 1024  # factors
 LEAST_POINTS = 2**10  # of a batch, however dear each is: they are enough for one call of the compiled functions
 
-Tolerances = tuple[dict[int, float], float]
 Rule = Callable[[PHI, Factor], tuple[Moments, Array]]
 
 
@@ -82,16 +81,9 @@ def expectations(
     :param cost: the number of nodes of which each value of phi is itself an integral; one, if it is none. A value takes
         as much longer, and is as exact as these.
     """
-    tolerances = (ENOUGH, FAIRLY_SMALL) if cost > 1 else (EXACT, SMALL)
-    if effort == "few":
-        few = partial(_moments_by_first_rule, phi, num_predictors, tolerances, cost)
-        return _differentiable(few, phi, fifth_degree_rule(num_predictors))
-    batch_points = max(BATCH_POINTS // cost, LEAST_POINTS)
-    measure = partial(_by_ladder, phi, num_predictors, nodes, effort == "thorough", tolerances, batch_points, cost)
-    if effort == "direct" and (nodes is not None or num_predictors in CUBE_NODES):
-        most = DIRECT_POINTS if cost == 1 else DIRECT_NODES // cost
-        measure = partial(_direct_or_ladder, measure, *_direct(phi, num_predictors, nodes), most, cost)
-    if num_predictors in SLOPE_NODES:
+    ladder = _Ladder(phi, num_predictors, nodes, effort == "thorough", cost)
+    measure = {"few": ladder.by_first_rule, "direct": ladder.by_many_nodes}.get(effort, ladder.by_one_after_another)
+    if num_predictors in SLOPE_NODES and effort != "few":
         slope_nodes = hermite_rule(num_predictors, SLOPE_NODES[num_predictors])
     else:
         slope_nodes = fifth_degree_rule(num_predictors)
@@ -112,25 +104,92 @@ def values_by_many_nodes(phi: PHI, cost: int = 1) -> Callable[[Array, Array, PyT
     return values
 
 
-def _by_first_rule(
-    phi: PHI,
-    num_predictors: int,
-    tolerances: Tolerances,
-    cost: int,
-    means: Array,
-    covariances: Array,
-    constants: PyTree,
-    is_corrected: Array | None = None,
-) -> tuple[Factor, Moments, Array]:
-    """n factors, with the moments (n, ...) and their errors (n,) by the fifth-degree rule."""
-    num_points = len(fifth_degree_nodes(num_predictors)[0])
-    first = jax.vmap(partial(_first_rule, phi, tolerances, is_corrected=is_corrected))
-    return _in_chunks(first, num_points, cost, (means, covariances, constants))
+class _Ladder(NamedTuple):
+    """Rules for factors of one phi. ``nodes`` and ``cost``: as in :func:`expectations`; ``thorough``: its effort."""
 
+    phi: PHI
+    num_predictors: int
+    nodes: tuple[np.ndarray, np.ndarray] | None
+    thorough: bool
+    cost: int
 
-def _moments_by_first_rule(*arguments: Any) -> tuple[Moments, Array]:
-    _, moments, errors = _by_first_rule(*arguments)
-    return moments, errors
+    def by_first_rule(self, *factors: Any) -> tuple[Moments, Array]:
+        """n factors by the fifth-degree rule. ``factors``: means, covariances, constants, and a flag or none, whether
+        gradient and curvature are corrected."""
+        return self._begun(*factors)[1]
+
+    def by_many_nodes(self, means: Array, covariances: Array, constants: PyTree) -> tuple[Moments, Array]:
+        """All factors by a rule of many nodes, if there is one and that is little work."""
+        rule, num_points = self._rule_of_many_nodes()
+        most = DIRECT_POINTS if self.cost == 1 else DIRECT_NODES // self.cost
+        if rule is None or len(means) * num_points > most:
+            return self.by_one_after_another(means, covariances, constants)
+        return _in_chunks(jax.vmap(rule), num_points, self.cost, (means, covariances, constants))
+
+    def by_one_after_another(self, means: Array, covariances: Array, constants: PyTree) -> tuple[Moments, Array]:
+        """All factors by the fifth-degree rule, and those whose errors are too large by one finer rule after the
+        other."""
+        factors, result = self._begun(means, covariances, constants)
+        # If one value is not finite, the sum of all is of no use, however exact the others are.
+        is_finite = jnp.all(jnp.isfinite(result[0][0]))
+        for least, rule, num_points in self._finer():
+            batch_points = max(BATCH_POINTS // self.cost, LEAST_POINTS)
+            size = min(max(batch_points // num_points, 1), MOST_BATCH)
+            hard = is_finite & ~(result[1] <= least * factors.tolerance)
+            result = _refined(jax.vmap(partial(rule, self.phi)), size, factors, hard, result)
+        return result
+
+    def _begun(
+        self, means: Array, covariances: Array, constants: PyTree, is_corrected: Array | None = None
+    ) -> tuple[Factor, tuple[Moments, Array]]:
+        """n factors, with the moments (n, ...) and their errors (n,) by the fifth-degree rule."""
+        num_points = len(fifth_degree_nodes(self.num_predictors)[0])
+        first = jax.vmap(partial(self._first_rule, is_corrected))
+        return _in_chunks(first, num_points, self.cost, (means, covariances, constants))
+
+    def _first_rule(
+        self, is_corrected: Array | None, mean: Array, covariance: Array, constants: PyTree
+    ) -> tuple[Factor, tuple[Moments, Array]]:
+        factor = factor_of(mean, covariance, constants)
+        if is_corrected is not None and mean.size > MOST_DIAGONAL:  # mixed derivatives show at other nodes alone
+            factor = rotated(factor, is_corrected)
+        points, _, _ = fifth_degree_nodes(mean.size)
+        moments, error, direction, slope = fifth_degree(factor, *at_nodes(self.phi, factor, points), is_corrected)
+        exact, small = (ENOUGH, FAIRLY_SMALL) if self.cost > 1 else (EXACT, SMALL)
+        tolerance = jnp.maximum(exact[jnp.finfo(mean.dtype).bits], small * natural_size(factor.root, moments))
+        return factor._replace(direction=direction, slope=slope, tolerance=tolerance), (moments, error)
+
+    def _rule_of_many_nodes(self) -> tuple[Callable | None, int]:
+        """A rule for one factor, and the number of its points."""
+        if self.nodes is None:
+            if self.num_predictors not in CUBE_NODES:
+                return None, 0
+            return lambda *factor: by_cube(self.phi, factor_of(*factor)), num_cube_nodes(self.num_predictors)
+        nodes, points = self.nodes, fifth_degree_nodes(self.num_predictors)[0]
+        z, count = np.concatenate([points, nodes[0]]), len(points)
+
+        def mean_of_two(*arguments: Any) -> tuple[Moments, Array]:
+            factor = factor_of(*arguments)
+            values, gradients = at_nodes(self.phi, factor, z)
+            moments, error, _, _ = fifth_degree(factor, values[:count], gradients[:count])
+            return _more_exact((moments, error), spread_out(nodes, factor, values[count:], gradients[count:]))
+
+        return mean_of_two, len(z)
+
+    def _finer(self) -> list[tuple[float, Rule, int]]:
+        """The rules after the first: each with the error that calls for it, in tolerances, and the number of its
+        points."""
+        nodes, size = self.nodes, self.num_predictors
+        if size > len(ACROSS):
+            if nodes is None:
+                return []
+            rule = lambda phi, factor: spread_out(nodes, factor, *at_nodes(phi, factor, nodes[0]))  # noqa: E731
+            return [(1.0, rule, len(nodes[1]))]
+        panels = iterated, 4 * len(PANEL_NODES) * ACROSS[size] ** (size - 1)
+        if size == 1:
+            return [(1.0, *panels)]
+        count = sum(a ** (size - 1) * b for a, b in TENSOR_NODES[size])
+        return [(1.0, tensor, count), *([(MODEST, *panels)] if self.thorough else [])]
 
 
 def _in_chunks(function: Callable, num_points: int, cost: int, arguments: tuple) -> PyTree:
@@ -153,94 +212,6 @@ def _in_chunks(function: Callable, num_points: int, cost: int, arguments: tuple)
 
     results = lax.map(lambda chunk: function(*chunk), jax.tree.map(split, arguments))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size * count, *x.shape[2:])[:total], results)
-
-
-def _direct_or_ladder(
-    ladder: Callable,
-    rule: Callable,
-    num_points: int,
-    most: int,
-    cost: int,
-    means: Array,
-    covariances: Array,
-    constants: PyTree,
-) -> tuple[Moments, Array]:
-    """All factors by ``rule``, of so many points each, or by ``ladder`` if these are more than ``most``."""
-    if len(means) * num_points > most:
-        return ladder(means, covariances, constants)
-    return _in_chunks(jax.vmap(rule), num_points, cost, (means, covariances, constants))
-
-
-def _direct(phi: PHI, num_predictors: int, nodes: tuple | None) -> tuple[Callable, int]:
-    """A rule of many nodes for one factor, and the number of its points."""
-    if nodes is None:
-        return lambda *factor: by_cube(phi, factor_of(*factor)), num_cube_nodes(num_predictors)
-    points, _, _ = fifth_degree_nodes(num_predictors)
-    z, count = np.concatenate([points, nodes[0]]), len(points)
-
-    def mean_of_two(*arguments: Any) -> tuple[Moments, Array]:
-        factor = factor_of(*arguments)
-        values, gradients = at_nodes(phi, factor, z)
-        moments, error, _, _ = fifth_degree(factor, values[:count], gradients[:count])
-        return _more_exact((moments, error), spread_out(nodes, factor, values[count:], gradients[count:]))
-
-    return mean_of_two, len(z)
-
-
-def _by_ladder(
-    phi: PHI,
-    num_predictors: int,
-    nodes: tuple | None,
-    thorough: bool,
-    tolerances: Tolerances,
-    batch_points: int,
-    cost: int,
-    means: Array,
-    covariances: Array,
-    constants: PyTree,
-) -> tuple[Moments, Array]:
-    """All factors by the fifth-degree rule, and those whose errors are too large by one finer rule after the other."""
-    factors, moments, errors = _by_first_rule(phi, num_predictors, tolerances, cost, means, covariances, constants)
-    result: tuple[Moments, Array] = moments, errors
-    # If one value is not finite, the sum of all is of no use, however exact the others are.
-    is_finite = jnp.all(jnp.isfinite(moments[0]))
-    for least, rule, num_points in _finer(num_predictors, nodes, thorough):
-        size = min(max(batch_points // num_points, 1), MOST_BATCH)
-        hard = is_finite & ~(result[1] <= least * factors.tolerance)
-        result = _refined(jax.vmap(partial(rule, phi)), size, factors, hard, result)
-    return result
-
-
-def _first_rule(
-    phi: PHI,
-    tolerances: Tolerances,
-    mean: Array,
-    covariance: Array,
-    constants: PyTree,
-    is_corrected: Array | None = None,
-) -> tuple[Factor, Moments, Array]:
-    """One factor, with its moments and their error by the fifth-degree rule."""
-    factor = factor_of(mean, covariance, constants)
-    if is_corrected is not None and mean.size > MOST_DIAGONAL:  # mixed derivatives show at other nodes alone
-        factor = rotated(factor, is_corrected)
-    points, _, _ = fifth_degree_nodes(mean.size)
-    moments, error, direction, slope = fifth_degree(factor, *at_nodes(phi, factor, points), is_corrected)
-    exact, small = tolerances
-    tolerance = jnp.maximum(exact[jnp.finfo(mean.dtype).bits], small * natural_size(factor.root, moments))
-    return factor._replace(direction=direction, slope=slope, tolerance=tolerance), moments, error
-
-
-def _finer(num_predictors: int, nodes: tuple | None, thorough: bool) -> list[tuple[float, Rule, int]]:
-    """The rules after the first: each with the error that calls for it, in tolerances, and the number of its points."""
-    if num_predictors > len(ACROSS):
-        if nodes is None:
-            return []
-        return [(1.0, lambda phi, factor: spread_out(nodes, factor, *at_nodes(phi, factor, nodes[0])), len(nodes[1]))]
-    panels = iterated, 4 * len(PANEL_NODES) * ACROSS[num_predictors] ** (num_predictors - 1)
-    if num_predictors == 1:
-        return [(1.0, *panels)]
-    count = sum(a ** (num_predictors - 1) * b for a, b in TENSOR_NODES[num_predictors])
-    return [(1.0, tensor, count), *([(MODEST, *panels)] if thorough else [])]
 
 
 def _refined(rule: Callable, size: int, factors: Factor, hard: Array, result: PyTree) -> PyTree:

@@ -171,13 +171,14 @@ class _Sum:
                 tilt.append((indices[0], x))
             else:
                 rest = x
-        return _Sum({((), tuple(sorted(tilt))): _of_number(math.exp, jnp.exp, rest)})
+        return _Sum({((), tuple(sorted(tilt))): math.exp(rest) if isinstance(rest, float) else jnp.exp(rest)})
 
     def log(self) -> _Sum:
         tilt, x = self._lone_exponential()
         if isinstance(x, float) and x < 0:
             raise _NotTilted
-        return _Sum({((i,), ()): b for i, b in tilt}) + _Sum.number(_of_number(math.log, jnp.log, x))
+        log = math.log(x) if isinstance(x, float) else jnp.log(x)
+        return _Sum({((i,), ()): b for i, b in tilt}) + _Sum.number(log)
 
     def select(self, other: _Sum, which: Any) -> _Sum:
         """The other where ``which`` is true."""
@@ -208,10 +209,6 @@ def _added(a: tuple, b: tuple) -> tuple:
     for i, number in b:
         total[i] = total.get(i, 0.0) + number
     return tuple(sorted((i, number) for i, number in total.items() if number))
-
-
-def _of_number(constant: Callable, traced: Callable, x: Any) -> Any:
-    return constant(x) if isinstance(x, float) else traced(x)
 
 
 ELEMENTWISE = {
@@ -253,7 +250,8 @@ def may_be_tilted(closed: jex_core.ClosedJaxpr) -> bool:
 def _read(closed: jex_core.ClosedJaxpr, predictors: list[_Sum], constants: list[Array]) -> _Sum:
     """:raises _NotTilted: if the program's one result is no such sum."""
     inputs = [_object_array(predictors, (len(predictors),)), *constants]
-    (out,) = interpret(closed.jaxpr, closed.consts, inputs, _equation_or_none, _as_numeric)
+    numeric = lambda array: array if isinstance(array, Tracer) else np.asarray(array)  # noqa: E731
+    (out,) = interpret(closed.jaxpr, closed.consts, inputs, _equation_or_none, numeric)
     if not _is_symbolic(out):
         raise _NotTilted
     return out.ravel()[0]
@@ -266,10 +264,6 @@ def _equation_or_none(eqn: JaxprEqn, inputs: list) -> list | None:
         return [None] * len(eqn.outvars) if any(x is None for x in inputs) else _equation(eqn, inputs)
     except (_NotTilted, OverflowError):  # the latter of Python's numbers
         return [None] * len(eqn.outvars)
-
-
-def _as_numeric(array: Any) -> Any:
-    return array if isinstance(array, Tracer) else np.asarray(array)
 
 
 def _equation(eqn: JaxprEqn, inputs: list) -> list | None:
