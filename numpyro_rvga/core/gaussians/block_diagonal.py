@@ -13,7 +13,7 @@ from jax.scipy.linalg import block_diag
 
 from ..matrices.linalg import cholesky
 from .full import FullGaussian
-from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, nan_if_invalid, shifted
+from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, nan_if_invalid, with_information
 
 
 @jax.tree_util.register_dataclass
@@ -143,15 +143,4 @@ class BlockDiagonalGaussian:
         roots = tuple(cholesky(jnp.split(part, ends, axis=1)[i]) for i, part in enumerate(rows))
         return cls(q.mean, roots)
 
-    def with_information(
-        self, indices: Array | np.ndarray, information: Array, diagonal: Array
-    ) -> BlockDiagonalGaussian:
-        """As :meth:`Family.with_information`."""
-        zeros = jnp.zeros_like(self.mean)
-        held = ExpectedDerivatives(
-            zeros, jnp.zeros((0, len(zeros)), zeros.dtype), None, zeros.at[indices].set(diagonal)
-        )
-        shift = self.covariance_times(zeros.at[indices].set(information))
-        return shifted(self.natural_step(held, 1.0, "natural"), shift)
-
-    joined = joined_in_natural_parameters
+    joined, with_information = joined_in_natural_parameters, with_information

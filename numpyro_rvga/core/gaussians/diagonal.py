@@ -7,12 +7,18 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ..matrices.linalg import column_sums
 from .full import FullGaussian
-from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, log_normal, nan_if_invalid
+from .steps import (
+    ExpectedDerivatives,
+    Transition,
+    joined_in_natural_parameters,
+    log_normal,
+    nan_if_invalid,
+    with_information,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -133,13 +139,7 @@ class DiagonalGaussian:
         ratio = self.variance / other.variance
         return 0.5 * jnp.sum(ratio + (self.mean - other.mean) ** 2 / other.variance - 1 - jnp.log(ratio))
 
-    def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> DiagonalGaussian:
-        """As :meth:`Family.with_information`."""
-        mean = self.mean.at[indices].add(self.variance[indices] * information)
-        variance = self.variance.at[indices].divide(1 + self.variance[indices] * diagonal)
-        return DiagonalGaussian(mean, variance)
-
-    joined = joined_in_natural_parameters
+    joined, with_information = joined_in_natural_parameters, with_information
 
     def predict(self, transition: Transition) -> DiagonalGaussian:
         if transition.matrix.ndim == 2:

@@ -29,48 +29,37 @@ class Family(Protocol):
     @property
     def mean(self) -> Array:
         """mu, (P,)."""
-        ...
 
     @property
     def noise_size(self) -> int:
         """K, the length of the standard normal vectors that :meth:`transform` takes."""
-        ...
 
     def is_valid(self) -> Array:
         """Whether the arrays are those of a Gaussian: a scalar bool."""
-        ...
 
     def transform(self, standard: Array) -> Array:
         """Draws of theta (..., P) from draws of the standard normal (..., K)."""
-        ...
 
     def covariance(self) -> Array:
         """Sigma, (P, P)."""
-        ...
 
     def scale_tril(self) -> Array:
         """The lower Cholesky factor of Sigma, (P, P)."""
-        ...
 
     def deviation(self) -> Array:
         """Standard deviations of the marginals, (P,)."""
-        ...
 
     def as_full(self) -> FullGaussian:
         """The same Gaussian, with a (P, P) root of its covariance."""
-        ...
 
     def log_prob(self, theta: Array) -> Array:
         """log q at theta (..., P)."""
-        ...
 
     def predictor_root(self, jacobian: Array) -> Array:
         """Z (..., C, K) with Z Z^T = J Sigma J^T, for Jacobians J (..., C, P)."""
-        ...
 
     def covariance_times(self, vector: Array) -> Array:
         """Sigma vector, (P,)."""
-        ...
 
     def natural_step(
         self,
@@ -95,35 +84,28 @@ class Family(Protocol):
         :param prior: None if q is the prior itself, whose own terms cancel; with t = 1 that is BONG.
         :param projection: one of :attr:`projections`, or None.
         """
-        ...
 
     def coordinates(self, parameterization: str) -> tuple[Any, ...]:
         """The parameters in which plain gradients are taken."""
-        ...
 
     @classmethod
     def from_coordinates(cls, coordinates: Any, parameterization: str) -> Self:
         """The inverse of :meth:`coordinates`; NaN where these are of no Gaussian."""
-        ...
 
     def expected_quadratic(self, derivatives: ExpectedDerivatives) -> Array:
         """trace(H Sigma)."""
-        ...
 
     def kl_divergence(self, other: Self) -> Array:
         """KL(self || other)."""
-        ...
 
     def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> Self:
         """Mean moved by Sigma ``information``, then ``diagonal`` added to the precision; both at some entries.
 
         :param indices: (K,), the entries. :param information: (K,). :param diagonal: (K,).
         """
-        ...
 
     def predict(self, transition: Transition) -> Self:
         """The distribution of A theta + b + noise."""
-        ...
 
 
 @jax.tree_util.register_dataclass

@@ -46,7 +46,7 @@ class LowRankGaussian:
 
     def transform(self, standard: Array) -> Array:
         rank = len(self.factor)
-        return self.mean + self._solve(
+        return self.mean + self.covariance_times(
             standard[..., :rank] @ self.factor + standard[..., rank:] * jnp.sqrt(self.diagonal)
         )
 
@@ -72,11 +72,15 @@ class LowRankGaussian:
 
     def predictor_root(self, jacobian: Array) -> Array:
         # Sigma = Sigma Lambda Sigma, and Lambda = [sqrt(diagonal), factor^T] [sqrt(diagonal), factor^T]^T.
-        solved = self._solve(jacobian)
+        solved = self.covariance_times(jacobian)
         return jnp.concatenate([solved * jnp.sqrt(self.diagonal), solved @ self.factor.T], axis=-1)
 
     def covariance_times(self, vector: Array) -> Array:
-        return self._solve(vector)
+        """Sigma x for each x of (..., P)."""
+        narrow, root = self._inner()
+        inner = vector @ narrow.T
+        flat = cho_solve((root, True), inner.reshape(-1, inner.shape[-1]).T).T
+        return vector / self.diagonal - flat.reshape(inner.shape) @ narrow
 
     def natural_step(
         self,
@@ -150,7 +154,7 @@ class LowRankGaussian:
 
     def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> LowRankGaussian:
         """As :meth:`Family.with_information`."""
-        mean = self.mean + self._solve(jnp.zeros_like(self.mean).at[indices].set(information))
+        mean = self.mean + self.covariance_times(jnp.zeros_like(self.mean).at[indices].set(information))
         return LowRankGaussian(mean, self.diagonal.at[indices].add(diagonal), self.factor)
 
     def joined(self, parts: list[LowRankGaussian]) -> LowRankGaussian:
@@ -188,13 +192,6 @@ class LowRankGaussian:
         """N (R, P) with Sigma = D^-1 - N^T N."""
         narrow, root = self._inner()
         return solve_lower(root, narrow)
-
-    def _solve(self, rows: Array) -> Array:
-        """Sigma x for each x of (..., P)."""
-        narrow, root = self._inner()
-        inner = rows @ narrow.T
-        flat = cho_solve((root, True), inner.reshape(-1, inner.shape[-1]).T).T
-        return rows / self.diagonal - flat.reshape(inner.shape) @ narrow
 
     def _log_det_precision(self, root: Array | None = None) -> Array:
         """:param root: the second result of :meth:`_inner`; None: it is computed."""
