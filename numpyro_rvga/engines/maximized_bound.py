@@ -271,7 +271,7 @@ class SparseMaximizedBound:
             return self._parts(problem, params, chunks).objective.value(mean, covariance)
 
         gradient = _gradient_of(expected, params, chunks)
-        return gradient, problem.packing.diagonal(covariance.array)[self._order.back]
+        return gradient, problem.packing.diagonal(covariance)[self._order.back]
 
     def _left_by_few_nodes(self, problem: SparseProblem, params: Array, chunks: RowChunks, start: Start) -> Array:
         def joint_at(is_corrected: Array) -> SparseJoint:

@@ -14,9 +14,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..core.gaussians import DiagonalGaussian
-from ..core.matrices.borders import border_pattern
 from ..core.matrices.chains import ChainPacking, packed_form
-from ..core.matrices.packing import Packing
+from ..core.matrices.packing import Packing, border_pattern
 from ..core.matrices.precisions import Arrow
 from ..core.updates.drivers import Progress
 from ..core.updates.factors import Factors, Kind

@@ -16,9 +16,8 @@ from ..core.gaussians import FAMILIES
 from ..core.gaussians.mean_field import MeanField
 from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots
-from ..core.matrices.borders import BorderPattern
 from ..core.matrices.chains import ChainPacking
-from ..core.matrices.packing import Packing
+from ..core.matrices.packing import BorderPattern, Packing
 from ..core.updates.state import CanonicalGaussian, Count, State
 from ..model import Program
 from ..model.data.arguments import named_rows, whole_data

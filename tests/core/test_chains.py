@@ -65,8 +65,8 @@ def test_the_part_of_the_covariance_that_factors_need_is_found(chain, precision)
     packed, matrix = precision
     found, sigma = form.covariance_root(form.factor(packed)), np.linalg.inv(matrix)
     needed = np.asarray(form.packing.whole(jnp.ones(form.packing.size))) != 0
-    np.testing.assert_allclose(np.asarray(form.packing.whole(found.array))[needed], sigma[needed], atol=1e-12)
-    np.testing.assert_allclose(form.packing.diagonal(found.array), np.diag(sigma), rtol=1e-10)
+    np.testing.assert_allclose(np.asarray(form.packing.whole(found))[needed], sigma[needed], atol=1e-12)
+    np.testing.assert_allclose(form.packing.diagonal(found), np.diag(sigma), rtol=1e-10)
     expected = np.einsum("nca,ab,ndb->ncd", whole, sigma, whole)
     np.testing.assert_allclose(covariance(jacobian, found), expected, atol=1e-12)
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_rvga.core.matrices import borders, precisions
-from numpyro_rvga.core.matrices.jacobians import Packed, SparseJacobian, covariance, gram, times_root, times_vector, vjp
-from numpyro_rvga.core.matrices.packing import Packing
+from numpyro_rvga.core.matrices import precisions
+from numpyro_rvga.core.matrices.jacobians import SparseJacobian, covariance, gram, times_root, times_vector, vjp
+from numpyro_rvga.core.matrices.packing import Packing, border_pattern
 from numpyro_rvga.core.matrices.precisions import Arrow
 
 N, C, HEADS, SIZE = 30, 2, 5, 9
@@ -29,7 +29,7 @@ def jacobian_of(rng, num_leading, packing_of=lambda index: DENSE):
 def sparse_packing(index, num_diagonal=HEADS, num_corner=SIZE - HEADS):
     """Of the entries that rows with these indices have."""
     columns, rows = np.repeat(index[:, 0], index.shape[1] - 1), index[:, 1:].reshape(-1) - num_diagonal
-    pattern = borders.border_pattern(columns, rows, num_diagonal, num_corner)
+    pattern = border_pattern(columns, rows, num_diagonal, num_corner)
     return Packing(num_diagonal, num_corner, pattern)
 
 
@@ -76,7 +76,7 @@ def test_covariances_of_predictors_need_only_what_is_packed(rng, num_leading, is
     expected = np.einsum("ncp,pq,ndq->ncd", whole(jacobian), sigma, whole(jacobian))
     if not num_leading:
         jacobian = packing.placed(jacobian, jacobian.border)
-    np.testing.assert_allclose(covariance(jacobian, Packed(array)), expected, rtol=1e-10)
+    np.testing.assert_allclose(covariance(jacobian, array), expected, rtol=1e-10)
 
 
 def test_terms_that_each_look_at_one_entry_have_a_diagonal_gram(rng):
@@ -92,7 +92,7 @@ def test_terms_that_each_look_at_one_entry_have_a_diagonal_gram(rng):
 @pytest.fixture
 def all_sparse(monkeypatch):
     """Borders are sparse, however many entries they have."""
-    monkeypatch.setattr(borders, "DENSE_SPEEDUP", 0)
+    monkeypatch.setattr("numpyro_rvga.core.matrices.packing.DENSE_SPEEDUP", 0)
 
 
 @pytest.fixture(params=[False, True], ids=["dense", "sparse"])
@@ -114,7 +114,7 @@ def test_arrows_do_as_whole_precisions(arrow):
     np.testing.assert_allclose(form.half_log_determinant(factor), 0.5 * np.linalg.slogdet(precision)[1], rtol=1e-12)
     root = np.asarray(form.dense_root(factor))
     np.testing.assert_allclose(root.T @ root, sigma, atol=1e-12)
-    packed = form.covariance_root(factor).array
+    packed = form.covariance_root(factor)
     needed = np.asarray(form.packing.whole(jnp.ones(form.packing.size))) != 0
     np.testing.assert_allclose(np.asarray(form.packing.whole(packed))[needed], sigma[needed], atol=1e-12)
     np.testing.assert_allclose(form.packing.diagonal(packed), np.diag(sigma), rtol=1e-10)
@@ -133,9 +133,9 @@ def test_products_of_arrows_are_estimated(arrow, monkeypatch):
 
 def test_borders_that_are_full_are_left_to_whole_matrices():
     column, row = np.divmod(np.arange(40 * 30), 30)
-    assert borders.border_pattern(column, row, 40, 30) is None
+    assert border_pattern(column, row, 40, 30) is None
     chosen = np.arange(40)
-    pattern = borders.border_pattern(chosen, chosen % 30, 40, 30)
+    pattern = border_pattern(chosen, chosen % 30, 40, 30)
     assert pattern is None or len(pattern.first) == 40
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from numpyro_rvga.core.expectations import closed_forms as cf
-from numpyro_rvga.core.matrices.borders import border_pattern
-from numpyro_rvga.core.matrices.jacobians import Packed, SparseJacobian
-from numpyro_rvga.core.matrices.packing import Packing
+from numpyro_rvga.core.matrices.jacobians import SparseJacobian
+from numpyro_rvga.core.matrices.packing import Packing, border_pattern
 from numpyro_rvga.core.matrices.precisions import Arrow
 from numpyro_rvga.core.updates.factors import Factors, Kind
 from numpyro_rvga.core.updates.normal_rows import NormalRows, differ_in_scale, have_one_scale, sums_of
@@ -79,7 +78,7 @@ def test_sums_are_those_of_rows(rows, form):
     row, column, _ = packing.coordinates()
     kind = Kind(None, None, None, concave=False, quadratic=form is cf.Gaussian)
     summed = NormalRows((kind,), (sums_of(form, factors, precisions),), precisions)
-    seen = summed.covariances(mean, Packed(covariance[row, column]))
+    seen = summed.covariances(mean, covariance[row, column])
     (value, gradient, accounts), hessians = summed.expected(mean, seen)
 
     exact, slopes = jax.value_and_grad(expected, (2, 3))(form, factors, mean, covariance)

@@ -8,7 +8,6 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_rvga import RVGA, FixedPointVI
-from numpyro_rvga.core.matrices import borders
 from numpyro_rvga.engines import sparse
 from numpyro_rvga.model.program import Program
 from numpyro_rvga.model.terms import sparsity
@@ -24,7 +23,7 @@ def short_theta_counts(monkeypatch):
     monkeypatch.setattr(sparsity, "FEWEST_IN_CHAIN", 10)
     monkeypatch.setattr(sparsity, "FEWEST_IN_GROUPS", 10)
     monkeypatch.setattr(sparse, "SHORT", 0)
-    monkeypatch.setattr(borders, "DENSE_SPEEDUP", 0)
+    monkeypatch.setattr("numpyro_rvga.core.matrices.packing.DENSE_SPEEDUP", 0)
 
 
 @pytest.fixture(scope="module")

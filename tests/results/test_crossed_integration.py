@@ -11,7 +11,6 @@ from scipy.special import logsumexp
 
 from numpyro_rvga import FixedPointVI, Posterior
 from numpyro_rvga.core.gaussians.packed_roots import PackedRoots
-from numpyro_rvga.core.matrices import borders
 from numpyro_rvga.model.terms import sparsity
 from numpyro_rvga.results import integration
 
@@ -78,7 +77,7 @@ def posterior():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparsity, "FEWEST_PARAMETERS", 5)
         patch.setattr(integration, "MOST_PARAMETERS", 10)
-        patch.setattr(borders, "DENSE_SPEEDUP", 0)
+        patch.setattr("numpyro_rvga.core.matrices.packing.DENSE_SPEEDUP", 0)
         yield FixedPointVI(effects, integrate="auto").run(ROWS, progress_bar=False)
 
 

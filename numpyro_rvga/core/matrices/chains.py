@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .jacobians import Packed, SparseJacobian
+from .jacobians import SparseJacobian
 from .linalg import cholesky, inverse_from_cholesky, solve_lower
 from .packing import Packing
 from .precisions import Arrow, Bordered
@@ -141,8 +141,8 @@ class ChainJacobian(SparseJacobian):
         upper[: self.num_leading, self.num_leading :] = True
         return places, counts & ~upper
 
-    def entries(self, matrix: Packed) -> Array:
-        return matrix.array[self._places()[0]]
+    def entries(self, x: Array) -> Array:
+        return x[self._places()[0]]
 
     def gram(self, weights: Array) -> Array:
         products = jnp.einsum("nca,ncd,ndb->nab", self.values, weights, self.values)
@@ -177,8 +177,6 @@ class Chain(Bordered):
         return packing.pack(jax.vmap(jnp.diag)(of_blocks), below, border, jnp.diag(corner))
 
     def factor(self, x: Array) -> Array:
-        """Block by block: with E_i below the diagonal block D_i, L_i L_i^T = D_i - F_(i-1) F_(i-1)^T and F_i = E_i
-        L_i^-T."""
         packing, m = self.packing, self.packing.block
         blocks, below, border, corner = packing.parts(x)
         filled = np.arange(packing.num_blocks * m).reshape(-1, m) >= packing.num_chain
@@ -202,12 +200,12 @@ class Chain(Bordered):
         roots, _, _, corner = self.packing.parts(factor)
         return jnp.sum(jnp.log(jnp.diagonal(roots, axis1=1, axis2=2))) + jnp.sum(jnp.log(jnp.diagonal(corner)))
 
-    def covariance_root(self, factor: Array) -> Packed:
+    def covariance_root(self, factor: Array) -> Array:
         """The blocks of D's inverse follow from the last to the first (Takahashi, Fagan and Chin, 1973)."""
         packing = self.packing
         roots, sides, border, corner = packing.parts(factor)
         rest = inverse_from_cholesky(corner)
-        regression = packing.in_blocks(_chain_by_transposed(packing, roots, sides, border.T))  # D^-1 B^T
+        regression = packing.in_blocks(_chain_solved(packing, roots, sides, border.T, transpose=True))  # D^-1 B^T
         own = jax.vmap(inverse_from_cholesky)(roots)
         links = jnp.swapaxes(lax.linalg.triangular_solve(roots[:-1], sides, lower=True), 1, 2)  # (F_i L_i^-1)^T
 
@@ -219,13 +217,11 @@ class Chain(Bordered):
         first, (others, below) = lax.scan(step, own[-1], (own[:-1], links), reverse=True)
         blocks = jnp.concatenate([first[None], others])
         explained = regression @ rest
-        return Packed(
-            packing.pack(
-                blocks + explained @ jnp.swapaxes(regression, 1, 2),
-                below + explained[1:] @ jnp.swapaxes(regression[:-1], 1, 2),
-                -packing.out_of_blocks(explained).T,
-                rest,
-            )
+        return packing.pack(
+            blocks + explained @ jnp.swapaxes(regression, 1, 2),
+            below + explained[1:] @ jnp.swapaxes(regression[:-1], 1, 2),
+            -packing.out_of_blocks(explained).T,
+            rest,
         )
 
     def times(self, parts: ChainParts, vectors: Array) -> Array:
@@ -240,23 +236,15 @@ class Chain(Bordered):
 
     def by_lower(self, parts: ChainParts, vectors: Array) -> Array:
         roots, sides, border, corner = parts
-        packing, h = self.packing, self.packing.num_chain
-
-        def step(before, block):
-            root, side, wanted = block
-            solved = solve_lower(root, wanted - side @ before)
-            return solved, solved
-
-        wanted = packing.in_blocks(vectors[:h])
-        sides = jnp.concatenate([jnp.zeros_like(roots[:1]), sides])
-        chain = packing.out_of_blocks(lax.scan(step, jnp.zeros_like(wanted[0]), (roots, sides, wanted))[1])
+        h = self.packing.num_chain
+        chain = _chain_solved(self.packing, roots, sides, vectors[:h], transpose=False)
         return jnp.concatenate([chain, solve_lower(corner, vectors[h:] - border @ chain)])
 
     def by_transposed(self, parts: ChainParts, vectors: Array) -> Array:
         roots, sides, border, corner = parts
         h = self.packing.num_chain
         rest = solve_lower(corner, vectors[h:], transpose=True)
-        chain = _chain_by_transposed(self.packing, roots, sides, vectors[:h] - border.T @ rest)
+        chain = _chain_solved(self.packing, roots, sides, vectors[:h] - border.T @ rest, transpose=True)
         return jnp.concatenate([chain, rest])
 
     def transposed_times(self, parts: ChainParts, vectors: Array) -> Array:
@@ -272,15 +260,15 @@ def packed_form(start: Array, packing: Packing | ChainPacking) -> Bordered:
     return Chain(start, packing) if isinstance(packing, ChainPacking) else Arrow(start, packing)
 
 
-def _chain_by_transposed(packing: ChainPacking, roots: Array, sides: Array, vectors: Array) -> Array:
-    """L^-T times vectors (h, n)."""
+def _chain_solved(packing: ChainPacking, roots: Array, sides: Array, vectors: Array, *, transpose: bool) -> Array:
+    """L^-1, or L^-T, times vectors (h, n)."""
 
-    def step(after, block):
+    def step(beside, block):
         root, side, wanted = block
-        solved = solve_lower(root, wanted - side.T @ after, transpose=True)
+        solved = solve_lower(root, wanted - (side.T if transpose else side) @ beside, transpose=transpose)
         return solved, solved
 
-    wanted = packing.in_blocks(vectors)
-    sides = jnp.concatenate([sides, jnp.zeros_like(roots[:1])])
-    blocks = lax.scan(step, jnp.zeros_like(wanted[0]), (roots, sides, wanted), reverse=True)[1]
+    wanted, nothing = packing.in_blocks(vectors), jnp.zeros_like(roots[:1])
+    sides = jnp.concatenate([sides, nothing] if transpose else [nothing, sides])
+    blocks = lax.scan(step, jnp.zeros_like(wanted[0]), (roots, sides, wanted), reverse=transpose)[1]
     return packing.out_of_blocks(blocks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +11,12 @@ from jax import Array
 from .linalg import MOST_UNROLLED, product
 
 
-class Packed(NamedTuple):
-    """The part of a symmetric matrix (r, r) that products with sparse Jacobians need.
-
-    :ivar array: its entries, a vector; see :class:`~.packing.Packing`.
-    """
-
-    array: Array
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SparseJacobian:
     """A Jacobian (n, C, r) in which all predictors of a factor depend on the same K entries, and on no others.
+
+    Of a symmetric matrix (r, r) it needs some entries, packed as a vector; see :class:`~.packing.Packing`.
 
     :ivar index: (n, K). :ivar values: (n, C, K). :ivar size: r.
     :ivar num_diagonal: d: the first d entries are eliminated.
@@ -59,9 +51,8 @@ class SparseJacobian:
         others = self.index[:, self.num_leading :] - self.num_diagonal
         return self.num_packed - num_corner**2 + others[:, :, None] * num_corner + others[:, None, :]
 
-    def entries(self, matrix: Packed) -> Array:
-        """The block of the matrix that each factor depends on, (n, K, K)."""
-        x = matrix.array
+    def entries(self, x: Array) -> Array:
+        """The block of a packed matrix that each factor depends on, (n, K, K)."""
         if not self.num_leading:
             return x[self._corner]
         first = x[self.index[:, :1]]
@@ -113,18 +104,18 @@ def gram(jacobian: Array | SparseJacobian, weights: Array) -> Array:
     return product(rows.T, weighted) if r <= MOST_UNROLLED else rows.T @ weighted
 
 
-def covariance(jacobian: Array | SparseJacobian, sigma: Array | Packed) -> Array:
+def covariance(jacobian: Array | SparseJacobian, sigma: Array) -> Array:
     """J_i Sigma J_i^T for each factor, (n, C, C).
 
-    :param sigma: Sigma packed (for sparse Jacobians only), or any A with A^T A = Sigma. Sparse Jacobians take A if
-        their products are diagonal.
+    :param sigma: Sigma packed, a vector, for sparse Jacobians; or any matrix A with A^T A = Sigma, for others, and for
+        sparse ones whose products are diagonal.
     """
     if isinstance(jacobian, SparseJacobian):
-        assert isinstance(sigma, Packed) or jacobian.is_diagonal
-        matrix = sigma if isinstance(sigma, Packed) else Packed(jnp.sum(sigma**2, axis=0))
-        return jnp.einsum("nca,nab,ndb->ncd", jacobian.values, jacobian.entries(matrix), jacobian.values)
+        assert sigma.ndim == 1 or jacobian.is_diagonal
+        packed = sigma if sigma.ndim == 1 else jnp.sum(sigma**2, axis=0)
+        return jnp.einsum("nca,nab,ndb->ncd", jacobian.values, jacobian.entries(packed), jacobian.values)
     n, c, r = jacobian.shape
-    assert not isinstance(sigma, Packed)
+    assert sigma.ndim == 2
     rotated = product(sigma, jacobian.reshape(n * c, r).T).reshape(sigma.shape[0], n, c)
     if not 0 < sigma.shape[0] <= MOST_UNROLLED:
         return jnp.einsum("rnc,rnd->ncd", rotated, rotated)

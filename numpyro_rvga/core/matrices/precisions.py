@@ -16,7 +16,6 @@ import numpy as np
 from jax import Array
 
 from ..pytrees import PyTree
-from .jacobians import Packed
 from .linalg import cholesky, inverse_from_cholesky, product, solve_lower
 from .packing import Border, Packing
 
@@ -198,14 +197,14 @@ class Bordered:
     def precision_times(self, mean: Array) -> Array:
         return jnp.zeros_like(mean)
 
-    def trace(self, x: Array, covariance_root: Packed) -> Array:
+    def trace(self, x: Array, covariance_root: Array) -> Array:
         return jnp.zeros((), x.dtype)
 
     def solver(self, factor: Array) -> Callable[[Array], Array]:
         parts = self.packing.parts(factor)  # here: in a loop, they would be cut out each time
         return lambda vector: self.by_transposed(parts, self.by_lower(parts, vector[:, None]))[:, 0]
 
-    def products(self, factor: Array, covariance_root: Packed, a: Array, b: Array) -> tuple[Array, Array]:
+    def products(self, factor: Array, covariance_root: Array, a: Array, b: Array) -> tuple[Array, Array]:
         """Estimates, along a few directions: whole products would take most of the time, and are asked for to know
         when and how far to go."""
         count = int(np.clip(PROBED // self.start.size, LEAST_PROBES, MOST_PROBES))
@@ -228,13 +227,13 @@ class Bordered:
     def half_log_determinant(self, factor: Array) -> Array:
         raise NotImplementedError
 
-    def covariance_root(self, factor: Array) -> Packed:
+    def covariance_root(self, factor: Array) -> Array:
         """The covariance itself, packed: the part that products with sparse Jacobians need."""
         raise NotImplementedError
 
     def variances(self, factor: Array) -> Array:
         """The covariance's diagonal, (h + k,)."""
-        return self.packing.diagonal(self.covariance_root(factor).array)
+        return self.packing.diagonal(self.covariance_root(factor))
 
     def dense_root(self, factor: Array) -> Array:
         """The factor's inverse, (h + k, h + k)."""
@@ -287,11 +286,11 @@ class Arrow(Bordered):
         scale, _, corner = self.packing.parts(factor)
         return jnp.sum(jnp.log(scale)) + jnp.sum(jnp.log(jnp.diagonal(corner)))
 
-    def covariance_root(self, factor: Array) -> Packed:
+    def covariance_root(self, factor: Array) -> Array:
         scale, border, corner = self.packing.parts(factor)
         rest, border = inverse_from_cholesky(corner), border.scaled(1 / scale)
         between, explained = border.multiplied_by(-rest)
-        return Packed(self.packing.pack(1 / scale**2 - explained, between, rest))
+        return self.packing.pack(1 / scale**2 - explained, between, rest)
 
     def variances(self, factor: Array) -> Array:
         scale, border, corner = self.packing.parts(factor)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..matrices.jacobians import Packed, SparseJacobian, covariance, gram, vjp
+from ..matrices.jacobians import SparseJacobian, covariance, gram, vjp
 from ..matrices.linalg import positive_part_in_units
 from ..pytrees import PyTree
 
@@ -178,10 +178,10 @@ def covariances(blocks: tuple[Factors, ...], sigma: None) -> None: ...
 
 
 @overload
-def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed) -> tuple[Array, ...]: ...
+def covariances(blocks: tuple[Factors, ...], sigma: Array) -> tuple[Array, ...]: ...
 
 
-def covariances(blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> tuple[Array, ...] | None:
+def covariances(blocks: tuple[Factors, ...], sigma: Array | None) -> tuple[Array, ...] | None:
     """J_i Sigma J_i^T by kind, (n, C, C). ``sigma``: as :func:`~.jacobians.covariance` takes it; None for a point mass,
     which has none."""
     return None if sigma is None else tuple(covariance(block.jacobian, sigma) for block in blocks)
@@ -224,7 +224,7 @@ def curvature_of(
 
 
 def expected_values(
-    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed, shape: tuple[int, ...]
+    kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array, shape: tuple[int, ...]
 ) -> Array:
     """E[phi] in this shape, of factors in its order: what several kinds have at the same index is summed."""
     total: Any = 0.0
@@ -234,7 +234,7 @@ def expected_values(
     return total
 
 
-def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | Packed | None) -> Sums:
+def evaluate(kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], sigma: Array | None) -> Sums:
     """The sums of :class:`Sums`. ``sigma``: as :func:`covariances` takes it; None for a point mass."""
     totals, hessians = expect(kinds, blocks, covariances(blocks, sigma))
     return Sums(totals.value, totals.gradient, curvature_of(kinds, blocks, hessians))

@@ -294,7 +294,7 @@ class SparseJoint:
         if prior.kinds:
             covariance = form.covariance_root(solution.root)
             sums = evaluate(prior.kinds, prior.linearize(prior.first, solution.mean), covariance)
-            trace = self.packing.inner(covariance.array, sums.curvature)
+            trace = self.packing.inner(covariance, sums.curvature)
             precision = self.packing.whole(sums.curvature)[back][:, back]
             site = CanonicalGaussian(precision, sums.gradient[back], sums.value + 0.5 * trace, mean)
         ok = jnp.isfinite(solution.bound) & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(root))

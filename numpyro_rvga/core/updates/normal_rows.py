@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..expectations.closed_forms import Gaussian, GaussianLogScale
-from ..matrices.jacobians import Packed, SparseJacobian, times_vector, vjp
+from ..matrices.jacobians import SparseJacobian, times_vector, vjp
 from ..matrices.precisions import Arrow
 from ..pytrees import PyTree
 from .factors import ErrorEstimates, Factors, Kind, Totals
@@ -160,15 +160,15 @@ class NormalRows(NamedTuple):
     sums: tuple[NormalSums, ...]
     precisions: Arrow
 
-    def covariances(self, theta: Array, sigma: Packed | None) -> PyTree:
+    def covariances(self, theta: Array, sigma: Array | None) -> PyTree:
         """For each site: sum v_i x_i . Sigma x_i, Sigma j (r,) and j . Sigma j."""
         if sigma is None:
             return None
         packing = self.precisions.packing
-        parts, by_site = packing.parts(sigma.array), []
+        parts, by_site = packing.parts(sigma), []
         for one in self.sums:
             product = self.precisions.times(parts, one.slope[:, None])[:, 0]
-            by_site.append((packing.inner(one.gram, sigma.array), product, one.slope @ product))
+            by_site.append((packing.inner(one.gram, sigma), product, one.slope @ product))
         return tuple(by_site)
 
     def expected(self, theta: Array, covariances: PyTree) -> tuple[Totals, PyTree]:
@@ -201,7 +201,7 @@ class NormalRows(NamedTuple):
                 total = total + packing.outer(beside, one.slope)
         return total
 
-    def with_curvatures(self, theta: Array, sigma: Packed | None, ways: Sequence[bool]) -> tuple[Totals, list[Array]]:
+    def with_curvatures(self, theta: Array, sigma: Array | None, ways: Sequence[bool]) -> tuple[Totals, list[Array]]:
         """Their sums, and the curvature for each of ``ways``, clamped or not."""
         totals, hessians = self.expected(theta, self.covariances(theta, sigma))
         return totals, [self.curvature(theta, hessians, clamped) for clamped in ways]
