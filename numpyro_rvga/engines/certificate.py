@@ -77,7 +77,7 @@ class Certificate:
         self._engine = engine
         self._size: int | None = None
         self._of_rows = engine.compiled(partial(self._row_sums, engine.kinds))
-        few = tuple(kind.by_few_nodes() for kind in engine.kinds)
+        few = tuple(kind.by_nodes("few") for kind in engine.kinds)
         takes_few = engine.effort.rows_can_do_with_few and not engine.effort.is_thorough
         self._by_few_nodes = engine.compiled(partial(self._row_sums, few)) if takes_few else None
         self._of_prior = engine.compiled(self._prior_sums)

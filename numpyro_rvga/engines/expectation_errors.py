@@ -161,7 +161,7 @@ def _compiled(
     """
 
     def taken(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
-        return tuple(kind.by_few_nodes() if by_few_nodes and kind.sampled else kind for kind in kinds)
+        return tuple(kind.by_nodes("few") if by_few_nodes and kind.sampled else kind for kind in kinds)
 
     def of_all(prior_inputs: dict, mean: Array, root: Array, chunks: tuple) -> tuple[list, list]:
         def of_chunk(chunk):

@@ -27,7 +27,8 @@ def evaluated(precision, linear):
     mean = np.linalg.solve(precision, linear)
     gradient = LINEAR + SHRINKING @ (linear - LINEAR) - target @ mean
     state = init(Search(Settings(1e-8, 100), log_concave=True), Dense(None), jnp.asarray(mean), jnp.asarray(precision))
-    evaluation = state.evaluation._replace(target=jnp.asarray(target), gradient=jnp.asarray(gradient))
+    full_step = state.evaluation.target._replace(precision=jnp.asarray(target))
+    evaluation = state.evaluation._replace(target=full_step, gradient=jnp.asarray(gradient))
     return state._replace(evaluation=evaluation, step=jnp.ones(()))
 
 
@@ -37,7 +38,7 @@ def test_an_affine_map_is_solved_as_soon_as_all_its_directions_are_known():
         state = evaluated(precision, linear)
         history.append(visited(state, WholeMatrix()))
         state = accelerated(state, history, WholeMatrix()) or state
-        precision = np.asarray(state.evaluation.target)
+        precision = np.asarray(state.evaluation.target.precision)
         linear = precision @ np.asarray(state.mean) + np.asarray(state.evaluation.gradient)
     np.testing.assert_allclose(precision, PRECISION, atol=1e-8)
     np.testing.assert_allclose(linear, LINEAR, atol=1e-8)

@@ -13,7 +13,7 @@ from numpyro_rvga.core.matrices.precisions import Dense
 from numpyro_rvga.core.updates.drivers import StepParts, Steps, solve, solve_traced
 from numpyro_rvga.core.updates.factors import Factors, Kind, without_errors
 from numpyro_rvga.core.updates.maximize import init, solution
-from numpyro_rvga.core.updates.objective import BlockObjective
+from numpyro_rvga.core.updates.objective import Coordinates, FactorSet, Objective
 from numpyro_rvga.core.updates.search import Search, Settings, standard_base
 
 
@@ -64,6 +64,12 @@ NAMES = ["logistic", "separated logistic", "poisson", "normal, unknown scale", "
 FORM = Dense(None)
 
 
+def objective_of(kind, design, constants, made_by=Objective):
+    """The objective of factors that are affine in e."""
+    rows = FactorSet((kind,), lambda _, e: (Factors(design @ e, design, constants),))
+    return made_by((rows,), Coordinates(), staged=True)
+
+
 def solved(objective, search, size, driver="host", precision=None):
     """By one of the two drivers, from the standard normal, or from another precision."""
     base, state = standard_base(jnp.float64), init(search, FORM, jnp.zeros(size), precision)
@@ -83,7 +89,7 @@ def solved(objective, search, size, driver="host", precision=None):
 def solution_of(name, max_iterations=200, driver="host", staged=True):
     """From the base, or (where that is hopelessly wide) from its mean."""
     kind, design, constants = problem(name)
-    objective = BlockObjective((kind,), lambda e: (Factors(design @ e, design, constants),))
+    objective = objective_of(kind, design, constants)
     settings = Settings(1e-11, max_iterations)
     search = Search(settings, kind.concave, seek_scale=name != "logistic", staged=staged)
     return kind, design, constants, solved(objective, search, design.shape[-1], driver)
@@ -145,7 +151,7 @@ def test_far_too_wide_starts_are_left_in_a_few_steps(design, seek_scale, driver)
     """E[exp] and its curvature are e^50 and e^72 there."""
     design, n = jnp.asarray(design)[:, None], len(design)
     constants = cf.Exponential(jnp.zeros(n), jnp.ones(n), jnp.zeros(n), jnp.ones(n))
-    objective = BlockObjective((closed_kind(cf.Exponential),), lambda e: (Factors(design @ e, design, constants),))
+    objective = objective_of(closed_kind(cf.Exponential), design, constants)
     found = solved(objective, Search(Settings(1e-11, 100), True, seek_scale=seek_scale, staged=True), 2, driver)
     assert found.converged and int(found.iterations) < 40
 
@@ -156,7 +162,7 @@ def test_gaussian_factors_are_solved_exactly():
     constants = cf.Gaussian(jnp.asarray(y), jnp.full(20, 0.7), jnp.zeros(20), jnp.ones(20))
     design = jnp.asarray(x)[:, None, :]
     kind = closed_kind(cf.Gaussian)
-    objective = BlockObjective((kind,), lambda e: (Factors(design @ e, design, constants),))
+    objective = objective_of(kind, design, constants)
     found = solved(objective, Search(Settings(1e-12, 50), True, staged=True), 4)
     precision = np.eye(4) + x.T @ x / 0.49
     np.testing.assert_allclose(found.root @ found.root.T, precision, rtol=1e-12)
@@ -175,7 +181,7 @@ def test_a_start_with_the_right_covariance_needs_no_step(driver):
     x, y = rng.normal(size=(20, 4)), rng.normal(size=20)
     constants = cf.Gaussian(jnp.asarray(y), jnp.full(20, 0.7), jnp.zeros(20), jnp.ones(20))
     design = jnp.asarray(x)[:, None, :]
-    objective = BlockObjective((closed_kind(cf.Gaussian),), lambda e: (Factors(design @ e, design, constants),))
+    objective = objective_of(closed_kind(cf.Gaussian), design, constants)
     precision = np.eye(4) + x.T @ x / 0.49
     search = Search(Settings(1e-12, 50, rtol=None), True, staged=True)
     found = solved(objective, search, 4, driver, jnp.asarray(precision))
@@ -188,12 +194,12 @@ def test_a_search_ends_where_errors_of_the_expectations_hide_what_a_step_would_g
     """Otherwise steps are halved until they are none, and begin again."""
     kind, design, constants, exact = solution_of("student")
 
-    class Noisy(BlockObjective):
+    class Noisy(Objective):
         def expect(self, mean, covariances):
             expected = super().expect(mean, covariances)
             return expected._replace(value=expected.value + 1e-9 * jnp.sin(1e12 * jnp.sum(mean)))
 
-    objective = Noisy((kind,), lambda e: (Factors(design @ e, design, constants),))
+    objective = objective_of(kind, design, constants, Noisy)
     search = Search(Settings(1e-25, 200), False, seek_scale=True, staged=True)
     found = solved(objective, search, design.shape[-1], driver)
     assert int(found.iterations) < 100
@@ -209,13 +215,13 @@ def test_the_mean_is_solved_for_where_rounding_of_the_bound_hides_its_steps(driv
     def count(constant):
         evaluations = []
 
-        class Shifted(BlockObjective):
+        class Shifted(Objective):
             def expect(self, mean, covariances):
                 jax.debug.callback(lambda: evaluations.append(1))
                 expected = super().expect(mean, covariances)
                 return expected._replace(value=expected.value + constant)
 
-        objective = Shifted((kind,), lambda e: (Factors(design @ e, design, constants),))
+        objective = objective_of(kind, design, constants, Shifted)
         found = solved(objective, search, design.shape[-1], driver)
         jax.effects_barrier()
         np.testing.assert_allclose(found.mean, exact.mean, rtol=1e-6)

@@ -79,7 +79,7 @@ def test_sums_are_those_of_rows(rows, form):
     kind = Kind(None, None, None, concave=False, quadratic=form is cf.Gaussian)
     summed = NormalRows((kind,), (sums_of(form, factors, precisions),), precisions)
     seen = summed.covariances(mean, covariance[row, column])
-    (value, gradient, accounts), hessians = summed.expected(mean, seen)
+    (value, gradient, accounts, *_), hessians = summed.expected(mean, seen)
 
     exact, slopes = jax.value_and_grad(expected, (2, 3))(form, factors, mean, covariance)
     assert bool(have_one_scale(form, factors))

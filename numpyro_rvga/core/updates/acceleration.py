@@ -53,7 +53,8 @@ def visited(state: SolverState, entries: Entries) -> Visited:
     """Where a search stands, and where a full step leads."""
     evaluation = state.evaluation
     mean, precision, gradient, target = (
-        np.asarray(x, np.float64) for x in (state.mean, state.precision, evaluation.gradient, evaluation.target)
+        np.asarray(x, np.float64)
+        for x in (state.mean, state.precision, evaluation.gradient, evaluation.target.precision)
     )
     return Visited(precision, entries.times(precision, mean), target, entries.times(target, mean) + gradient)
 
@@ -84,7 +85,7 @@ def accelerated(state: SolverState, history: Sequence[Visited], entries: Entries
         linear -= share * (last.next_linear - x.next_linear)
     dtype = state.mean.dtype
     evaluation = state.evaluation._replace(
-        target=jax.device_put(precision.astype(dtype)),
+        target=state.evaluation.target._replace(precision=jax.device_put(precision.astype(dtype))),
         gradient=jax.device_put((linear - entries.times(precision, mean)).astype(dtype)),  # a full step leads there
     )
     short_of_full = np.nextafter(dtype.type(1), dtype.type(0))  # so that its factor is computed

@@ -184,7 +184,7 @@ class StepParts(NamedTuple):
         state = update(search, form, state, proposal, evaluated.mean, evaluated.slope, exact, target)
         new = state.evaluation
         more = unfinished(search, state)
-        return state, Progress(more, state.iterations, state.step, new.bound, new.decrement, new.clamped)
+        return state, Progress(more, state.iterations, state.step, new.bound, new.decrement, new.target.clamped)
 
 
 def solve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -82,35 +82,17 @@ class Kind(NamedTuple):
         nothing = jnp.zeros((*predictors.shape, predictors.shape[1]), predictors.dtype)
         return jax.vmap(self.plugin)(predictors, nothing, constants)
 
-    def by_few_nodes(self, is_corrected: Array | np.ndarray | None = None) -> Kind:
-        """The kind with expectations by few nodes, where there is such a rule.
-
-        :param is_corrected: a traced flag; see :class:`Kind`.
-        """
-        if self.few is None:
-            return self
-        return self._replace(expect=self.few if is_corrected is None else partial(self.few, is_corrected=is_corrected))
-
-    def values_alone(self) -> Kind:
-        """The kind with expectations by many nodes that have no derivatives; by few nodes, where there are none."""
-        if self.values is None:
-            return self.by_few_nodes()
-
-        def expect(means: Array, covariances: Array, constants: tuple) -> tuple[Moments, Array]:
-            assert self.values is not None
-            values, errors = self.values(means, covariances, constants)
-            return (values, jnp.zeros_like(means), jnp.zeros_like(covariances)), errors
-
-        return self._replace(expect=expect)
-
     def by_nodes(self, nodes: Nodes, is_corrected: Array | np.ndarray | None = None) -> Kind:
-        """The kind with the expectations that a search asks for.
+        """The kind with the expectations that a search asks for, as far as there are such rules.
 
-        :param is_corrected: of those by few nodes.
+        :param is_corrected: a traced flag, of expectations by few nodes.
         """
-        if nodes in ("few", "corrected"):
-            return self.by_few_nodes(np.asarray(True) if nodes == "corrected" else is_corrected)
-        return self.values_alone() if nodes == "values" else self
+        if nodes == "values" and self.values is not None:
+            return self._replace(expect=partial(_values_alone, self.values))
+        if nodes == "usual" or self.few is None:
+            return self
+        flag = {"few": is_corrected, "corrected": np.asarray(True)}.get(nodes)
+        return self._replace(expect=self.few if flag is None else partial(self.few, is_corrected=flag))
 
     def by_few_draws(self, is_coarse: Array | np.ndarray | None) -> Kind:
         """The kind with expectations by few draws where a traced flag says so; None: unchanged."""
@@ -126,6 +108,12 @@ def without_errors(moments: Callable[[Array, Array, PyTree], Moments]) -> Expect
     return expect
 
 
+def _values_alone(values: Callable, means: Array, covariances: Array, constants: PyTree) -> tuple[Moments, Array]:
+    """``expect`` of a :class:`Kind` from its ``values``, with derivatives of zero."""
+    value, errors = values(means, covariances, constants)
+    return (value, jnp.zeros_like(means), jnp.zeros_like(covariances)), errors
+
+
 class ErrorEstimates(NamedTuple):
     """The factors' expected values and the estimated errors of these, summed by kind: (kinds,) each.
 
@@ -137,24 +125,17 @@ class ErrorEstimates(NamedTuple):
     refinement: Array | np.ndarray | None = None
 
 
-class Totals(NamedTuple):
-    """Over all factors: sum E[phi] () and sum J_i^T g_i (r,)."""
-
-    value: Array
-    gradient: Array
-    error_estimates: ErrorEstimates
-
-
 class Expected(NamedTuple):
-    """Over all factors: sum E[phi] (), sum J_i^T g_i (r,), and G_i = E[hess phi] (n, C, C) by kind, for the curvature.
+    """Over all factors: sum E[phi] () and sum J_i^T g_i (r,). Of an objective also what the curvature takes, and the
+    gradients by set of factors, in the coordinates of theta.
 
-    :ivar gradients: by set of factors, in the coordinates of theta; () if there are no sets.
+    :ivar hessians: G_i = E[hess phi] (n, C, C) by kind, or the curvatures themselves.
     """
 
     value: Array
     gradient: Array
-    hessians: PyTree
     error_estimates: ErrorEstimates
+    hessians: PyTree = ()
     gradients: tuple[Array, ...] = ()
 
 
@@ -173,23 +154,15 @@ def add_curvatures(a: Array, b: Array) -> Array:
     return a + b
 
 
-@overload
-def covariances(blocks: tuple[Factors, ...], sigma: None) -> None: ...
-
-
-@overload
-def covariances(blocks: tuple[Factors, ...], sigma: Array) -> tuple[Array, ...]: ...
-
-
-def covariances(blocks: tuple[Factors, ...], sigma: Array | None) -> tuple[Array, ...] | None:
-    """J_i Sigma J_i^T by kind, (n, C, C). ``sigma``: as :func:`~.jacobians.covariance` takes it; None for a point mass,
-    which has none."""
+def covariances(blocks: tuple[Factors, ...], sigma: Array | None) -> Any:
+    """J_i Sigma J_i^T by kind, (n, C, C); None for a point mass. ``sigma``: as :func:`~.jacobians.covariance` takes it;
+    None for a point mass."""
     return None if sigma is None else tuple(covariance(block.jacobian, sigma) for block in blocks)
 
 
 def expect(
     kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...] | None = None
-) -> tuple[Totals, tuple[Array, ...]]:
+) -> tuple[Expected, tuple[Array, ...]]:
     """Sums over factors of E[phi] and J_i^T g_i, and G_i = E[hess phi] by kind.
 
     :param covariances: None for a point mass, with derivatives at the mean.
@@ -208,7 +181,7 @@ def expect(
         hessians.append(h)
     by_kind = [jnp.stack(x) if x else jnp.zeros(0) for x in (values, errors)]
     error_estimates = ErrorEstimates(by_kind[0], by_kind[1])
-    return Totals(value, gradient, error_estimates), tuple(hessians)
+    return Expected(value, gradient, error_estimates), tuple(hessians)
 
 
 def curvature_of(

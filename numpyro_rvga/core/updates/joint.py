@@ -26,7 +26,7 @@ from . import maximize
 from .drivers import solve_traced
 from .factors import Expected, Factors, evaluate
 from .normal_rows import NormalRows
-from .objective import Coordinates, FactorSet, JointObjective, Objective
+from .objective import Coordinates, FactorSet, Objective
 from .row_factors import absorbed_moments, predictor_scales, quadratic_sums
 from .search import Base, Search, Solution, SolverState, standard_base
 from .state import Absorbed, CanonicalGaussian, Count, QuadraticFactors, State, StepInfo
@@ -152,10 +152,10 @@ class DenseJoint:
         return self.selecting and rows_alone and not self.search.mode
 
     @property
-    def objective(self) -> JointObjective:
+    def objective(self) -> Objective:
         """The factors' part of the bound."""
         coordinates = Coordinates(self.state.mean, self.state.root, self._is_weighted)
-        return JointObjective((self.prior, self.rows), coordinates, self.search.staged)
+        return Objective((self.prior, self.rows), coordinates, self.search.staged)
 
     def start(self) -> SolveStart:
         """Where the search begins."""
@@ -163,9 +163,9 @@ class DenseJoint:
         factors = self._factors_at(jnp.zeros(size, dtype)) if self.row_factors else ()
         base = _divide(state, factors, self.row_factors)
         mean, precision = (jnp.zeros(size, dtype), None) if self.init is None else self.init
-        if self.starts is not None:
-            mean = _most_probable(self.objective, base, self.starts)
         form = Weighted(jnp.eye(size, dtype=dtype), state.root) if self._is_weighted else Dense(base.precision)
+        if self.starts is not None:
+            mean = _most_probable(self.objective, base, form, self.starts)
         return SolveStart(base, form, maximize.init(self.search, form, mean, precision))
 
     def absorb(self, solution: Solution, num_rows: Array, expected: Expected | None) -> tuple[State, StepInfo]:
@@ -207,11 +207,9 @@ class DenseJoint:
         return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), chunked)
 
 
-def _most_probable(objective: Objective, base: Base, starts: Array) -> Array:
+def _most_probable(objective: Objective, base: Base, form: PrecisionForm, starts: Array) -> Array:
     def log_density(e):
-        precision = e if base.precision is None else base.precision @ e
-        linear = 0.0 if base.linear is None else base.linear @ e
-        return objective.expect(e, None)[0] + linear - 0.5 * e @ precision
+        return objective.expect(e, None).value + maximize.slope_of_base(base, form, e)[0]
 
     values = lax.map(log_density, starts)
     usable = jnp.isfinite(values)  # none, where a prior is so wide that all of them overflow
@@ -273,8 +271,8 @@ class SparseJoint:
     init: tuple[Array, Array] | None = None
 
     @property
-    def objective(self) -> JointObjective:
-        return JointObjective((self.gaussian, self.prior, self.rows), Coordinates(), self.search.staged)
+    def objective(self) -> Objective:
+        return Objective((self.gaussian, self.prior, self.rows), Coordinates(), self.search.staged)
 
     @property
     def form(self) -> Bordered:

@@ -63,31 +63,31 @@ def init(search: Search, form: PrecisionForm, mean: Array, precision: Array | No
     if search.keeps_factor:
         factor = jnp.full(jax.eval_shape(form.factor, precision).shape, jnp.nan, dtype)
     no, zero = jnp.asarray(False), jnp.zeros((), dtype)
-    evaluation = Evaluation(unknown, jnp.zeros_like(mean), precision, unknown, unknown, no, factor)
+    evaluation = Evaluation(unknown, jnp.zeros_like(mean), Target(precision, factor, no), unknown, unknown)
     return SolverState(jnp.zeros((), jnp.int32), zero, mean, precision, evaluation, unknown, no, jnp.asarray(True))
 
 
 def propose(search: Search, form: PrecisionForm, state: SolverState) -> Proposal:
     """The q to evaluate next: Lambda(t) and m(t), between where the search stands (t = 0) and a full step (t = 1)."""
-    t, evaluation = state.step, state.evaluation
+    t, evaluation, target = state.step, state.evaluation, state.evaluation.target
     starting = t == 0
-    change = evaluation.target - state.precision
+    change = target.precision - state.precision
     if search.alternating:
         change = jnp.where(state.updating_mean, 0.0, change)
     keeps_precision = starting | (state.updating_mean & search.alternating)
     if search.mode:
-        precision, factor = state.precision, evaluation.target_factor
+        precision, factor = state.precision, target.factor
     else:  # Not precision + t change, which would lose a target far smaller than the precision.
-        mixed = (1 - t) * state.precision + t * evaluation.target
+        mixed = (1 - t) * state.precision + t * target.precision
         precision = jnp.where(keeps_precision, state.precision, mixed)
         if search.keeps_factor:
             full = ~keeps_precision & (t == 1)
-            factor = lax.cond(full, lambda: evaluation.target_factor, lambda: form.factor(precision))
+            factor = lax.cond(full, lambda: target.factor, lambda: form.factor(precision))
         else:
             factor = form.factor(precision)
     mean = state.mean
     if not search.solves_for_mean:
-        metric = form.factor(evaluation.target) if search.alternating else factor
+        metric = form.factor(target.precision) if search.alternating else factor
         keeps_mean = starting | (~state.updating_mean & search.alternating)
         mean = jnp.where(keeps_mean, mean, mean + t * form.solver(metric)(evaluation.gradient))
     covariance_root = None if search.mode else form.covariance_root(factor)
@@ -131,22 +131,21 @@ def update(
     """
     if search.mode:
         length = slope.gradient @ form.solver(target.factor)(slope.gradient)
-        zero = jnp.zeros((), mean.dtype)
-        new = Evaluation(slope.value, slope.gradient, target.precision, length, zero, target.clamped, target.factor)
-        along = zero
+        along = jnp.zeros((), mean.dtype)
+        new = Evaluation(slope.value, slope.gradient, target, length, along)
     else:
         root, covariance_root = proposal.factor, proposal.covariance_root
         bound = bound_by(form, slope.value, proposal.precision, root, covariance_root, mean.size)
         length = slope.gradient @ form.solver(root)(slope.gradient)
         ahead = exact - proposal.precision
+        is_rounding = jnp.all(jnp.abs(ahead) <= 8 * jnp.finfo(exact.dtype).eps * jnp.abs(exact))
         square, along = lax.cond(
-            _is_rounding(ahead, exact),
+            is_rounding,
             lambda: (jnp.zeros((), mean.dtype), jnp.zeros((), mean.dtype)),
             lambda: form.products(root, covariance_root, ahead, proposal.change),
         )
         along, square = 0.5 * along, 0.5 * square
-        factor = target.factor if search.keeps_factor else None
-        new = Evaluation(bound, slope.gradient, target.precision, length + square, square, target.clamped, factor)
+        new = Evaluation(bound, slope.gradient, target, length + square, square)
     started = _after_start(search, form, state, mean, new)
     stepped = _after_step(search, state, proposal, mean, new, _next_step(search, state, mean, new, along))
     return jax.tree.map(lambda a, b: jnp.where(state.step == 0, a, b), started, stepped)
@@ -166,11 +165,6 @@ def _next_step(search: Search, state: SolverState, mean: Array, new: Evaluation,
     best = t * before / (before - after)
     is_usable = (after < before) & jnp.isfinite(best) & (jnp.abs(best - 1) > NEARLY_FULL)
     return jnp.where(is_usable, jnp.clip(best, SHORTEST_FIRST_TRY, 1.0), 1.0).astype(dtype)
-
-
-def _is_rounding(change: Array, x: Array) -> Array:
-    """Whether x is all but the same without the change."""
-    return jnp.all(jnp.abs(change) <= 8 * jnp.finfo(x.dtype).eps * jnp.abs(x))
 
 
 def _after_start(search: Search, form: PrecisionForm, state: SolverState, mean: Array, new: Evaluation) -> SolverState:
@@ -254,7 +248,7 @@ def solution(search: Search, form: PrecisionForm, state: SolverState) -> Solutio
     evaluation = state.evaluation
     tolerance = jnp.maximum(search.settings.tolerance, rounding(search, state.mean, evaluation.bound))
     converged = (evaluation.decrement <= tolerance) & jnp.isfinite(evaluation.bound)
-    root = evaluation.target_factor if search.mode else form.factor(state.precision)
+    root = evaluation.target.factor if search.mode else form.factor(state.precision)
     return Solution(state.mean, root, evaluation.bound, evaluation.decrement, state.iterations, converged)
 
 
@@ -262,7 +256,8 @@ def choose_target(
     search: Search, form: PrecisionForm, objective: Objective, proposal: Proposal, mean: Array, hessians: PyTree
 ) -> tuple[Array, Target]:
     """The precision of the factors' exact curvature at the proposal, and the one that a full step takes."""
-    exact = _exact(search, form, objective.curvature(mean, hessians, False))
+    precision = form.target(objective.curvature(mean, hessians, False))
+    exact = Target(precision, form.factor(precision) if search.keeps_factor else None, jnp.asarray(False))
     if search.log_concave:
         return exact.precision, exact
 
@@ -270,12 +265,6 @@ def choose_target(
         return _clamped(search, form, proposal, exact, objective.curvature(mean, hessians, True))
 
     return exact.precision, lax.cond(jnp.all(jnp.isfinite(exact.factor)), lambda: exact, clamped)
-
-
-def _exact(search: Search, form: PrecisionForm, curvature: Array) -> Target:
-    """The target by the factors' exact curvature."""
-    precision = form.target(curvature)
-    return Target(precision, form.factor(precision) if search.keeps_factor else None, jnp.asarray(False))
 
 
 def _clamped(

@@ -23,7 +23,7 @@ from ..expectations.closed_forms import Gaussian, GaussianLogScale
 from ..matrices.jacobians import SparseJacobian, times_vector, vjp
 from ..matrices.precisions import Arrow
 from ..pytrees import PyTree
-from .factors import ErrorEstimates, Factors, Kind, Totals
+from .factors import ErrorEstimates, Expected, Factors, Kind
 
 FORMS = (Gaussian, GaussianLogScale)
 REFERENCE_STEPS = 20  # of conjugate gradients
@@ -171,7 +171,7 @@ class NormalRows(NamedTuple):
             by_site.append((packing.inner(one.gram, sigma), product, one.slope @ product))
         return tuple(by_site)
 
-    def expected(self, theta: Array, covariances: PyTree) -> tuple[Totals, PyTree]:
+    def expected(self, theta: Array, covariances: PyTree) -> tuple[Expected, PyTree]:
         """Their sums, and what :meth:`curvature` takes. ``covariances`` None: q is a point mass."""
         total, gradient, values, curvatures = jnp.zeros((), theta.dtype), jnp.zeros_like(theta), [], []
         for number, one in enumerate(self.sums):
@@ -188,7 +188,7 @@ class NormalRows(NamedTuple):
             gradient = gradient + slope + (precision * squares - one.weight) * one.slope
             curvatures.append((precision, precision * squares, slope))
         error_estimates = ErrorEstimates(jnp.stack(values), jnp.zeros(len(values), theta.dtype))
-        return Totals(total, gradient, error_estimates), tuple(curvatures)
+        return Expected(total, gradient, error_estimates), tuple(curvatures)
 
     def curvature(self, theta: Array, hessians: PyTree, clamped: bool) -> Array:
         """Minus the expected Hessian, packed; ``clamped``: without the products of locations and log scales, which
@@ -201,7 +201,7 @@ class NormalRows(NamedTuple):
                 total = total + packing.outer(beside, one.slope)
         return total
 
-    def with_curvatures(self, theta: Array, sigma: Array | None, ways: Sequence[bool]) -> tuple[Totals, list[Array]]:
+    def with_curvatures(self, theta: Array, sigma: Array | None, ways: Sequence[bool]) -> tuple[Expected, list[Array]]:
         """Their sums, and the curvature for each of ``ways``, clamped or not."""
         totals, hessians = self.expected(theta, self.covariances(theta, sigma))
         return totals, [self.curvature(theta, hessians, clamped) for clamped in ways]

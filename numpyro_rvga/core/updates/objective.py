@@ -23,7 +23,6 @@ from .factors import (
     Factors,
     Kind,
     Sums,
-    Totals,
     add_curvatures,
     covariances,
     curvature_of,
@@ -45,33 +44,6 @@ def is_quadratic(kinds: Sequence[Kind]) -> bool:
 def is_conservative(kinds: Sequence[Kind]) -> bool:
     """Whether all gradients and curvatures derive from their values."""
     return all(kind.conservative for kind in kinds)
-
-
-class BlockObjective(NamedTuple):
-    """The objective of one block of factors that are affine in e.
-
-    :ivar factors_at: e (r,) -> the factors with e as the origin.
-    """
-
-    kinds: tuple[Kind, ...]
-    factors_at: Callable[[Array], tuple[Factors, ...]]
-
-    def predictor_covariances(self, mean: Array, covariance_root: Array) -> tuple[Array, ...]:
-        """The S_i, which :meth:`expect` takes; or the root itself where they are not kept.
-
-        :param covariance_root: as a form of precisions has it.
-        """
-        return covariances(self.factors_at(mean), covariance_root)
-
-    def expect(self, mean: Array, covariances: tuple[Array, ...] | None) -> Expected:
-        """Value and gradient, and in ``hessians`` what :meth:`curvature` takes. ``covariances`` None: q is a point
-        mass, and the derivatives are those at the mean."""
-        totals, hessians = expect(self.kinds, self.factors_at(mean), covariances)
-        return Expected(totals.value, totals.gradient, hessians, totals.error_estimates)
-
-    def curvature(self, mean: Array, hessians: tuple[Array, ...], clamped: bool) -> Array:
-        """- sum_i J_i^T G_i J_i; ``clamped``: with each G_i's negative part only."""
-        return curvature_of(self.kinds, self.factors_at(mean), hessians, clamped=clamped)
 
 
 # ---------------------------------------------------------------------- coordinates of a search
@@ -154,7 +126,7 @@ class FactorSet(NamedTuple):
         return self.map_reduce(lambda factors: ((), covariances(factors, sigma)), theta)[1]
 
     @property
-    def expected(self) -> Callable[[Array, PyTree], tuple[Totals, PyTree]]:
+    def expected(self) -> Callable[[Array, PyTree], tuple[Expected, PyTree]]:
         """theta and covariances (None: of a point mass) -> sums over factors, and the Hessians by chunk."""
         return partial(self.map_reduce, partial(expect, self.kinds))
 
@@ -166,10 +138,10 @@ class FactorSet(NamedTuple):
 
         return self.map_reduce(of_factors, theta, hessians)[0]
 
-    def with_curvatures(self, theta: Array, sigma: PyTree, ways: Sequence[bool]) -> tuple[Totals, list[Array]]:
+    def with_curvatures(self, theta: Array, sigma: PyTree, ways: Sequence[bool]) -> tuple[Expected, list[Array]]:
         """Sums over factors, with the curvature for each of ``ways``, clamped or not."""
 
-        def of_factors(factors: tuple[Factors, ...]) -> tuple[tuple[Totals, list[Array]], tuple[()]]:
+        def of_factors(factors: tuple[Factors, ...]) -> tuple[tuple[Expected, list[Array]], tuple[()]]:
             totals, hessians = expect(self.kinds, factors, covariances(factors, sigma))
             return (totals, [curvature_of(self.kinds, factors, hessians, clamped=clamped) for clamped in ways]), ()
 
@@ -196,9 +168,10 @@ def in_stages(
 
 
 @dataclass(frozen=True)
-class JointObjective:
-    """The objective of sets of factors, whose Jacobians are in the coordinates of theta.
+class Objective:
+    """What a search asks of sets of factors, in its own coordinates: m (r,), gradients (r,), curvatures (r, r).
 
+    :ivar sets: their Jacobians are in the coordinates of theta.
     :ivar staged: whether each part is computed when it is asked for; see :func:`in_stages`. Otherwise :meth:`expect`
         computes the curvatures too, exact and clamped, and they are its ``hessians``: factors that are not affine are
         linearized once, and what is large is not kept.
@@ -209,12 +182,18 @@ class JointObjective:
     staged: bool
 
     def predictor_covariances(self, mean: Array, covariance_root: PyTree) -> PyTree:
+        """The S_i, which :meth:`expect` takes; or the root itself where they are not kept.
+
+        :param covariance_root: as a form of precisions has it.
+        """
         if not self.staged:
             return covariance_root
         theta, sigma = self.coordinates.theta(mean), self.coordinates.covariance(covariance_root)
         return tuple(factor_set.covariances(theta, sigma) for factor_set in self.sets)
 
     def expect(self, mean: Array, covariances: PyTree) -> Expected:
+        """Value and gradient, and in ``hessians`` what :meth:`curvature` takes. ``covariances`` None: q is a point
+        mass, and the derivatives are those at the mean."""
         theta, pairs = self.coordinates.theta(mean), []
         if self.staged:
             by_set = [None] * len(self.sets) if covariances is None else covariances
@@ -227,10 +206,10 @@ class JointObjective:
             for factor_set in self.sets:
                 pairs.append(factor_set.with_curvatures(theta, sigma, ways))
         totals, hessians = zip(*pairs)
-        values, gradients, error_estimates = zip(*totals)
+        values, gradients, error_estimates, *_ = zip(*totals)
         error_estimates = jax.tree.map(lambda *x: jnp.concatenate(x), *error_estimates)  # by kind
         gradient = self.coordinates.gradient(reduce(jnp.add, gradients))
-        return Expected(reduce(jnp.add, values), gradient, hessians, error_estimates, gradients)
+        return Expected(reduce(jnp.add, values), gradient, error_estimates, hessians, gradients)
 
     def value(self, mean: Array, covariance_root: PyTree) -> Array:
         """The sum of E[phi] alone, in less time than :meth:`expect` takes to trace and to compile."""
@@ -238,6 +217,7 @@ class JointObjective:
         return reduce(jnp.add, [of_set.with_curvatures(theta, sigma, ())[0].value for of_set in self.sets])
 
     def curvature(self, mean: Array, hessians: PyTree, clamped: bool) -> Array:
+        """- sum_i J_i^T G_i J_i; ``clamped``: with each G_i's negative part only."""
         curvatures = [self._curvature_of_set(mean, h, i, clamped) for i, h in enumerate(hessians)]
         return self.coordinates.curvature(reduce(add_curvatures, curvatures))
 
@@ -251,7 +231,3 @@ class JointObjective:
         if not self.staged:
             return hessians[clamped]
         return self.sets[number].curvature(self.coordinates.theta(mean), hessians, clamped)
-
-
-Objective = BlockObjective | JointObjective
-"""What a search asks of the factors, in its own coordinates: m (r,), gradients (r,), curvatures (r, r)."""

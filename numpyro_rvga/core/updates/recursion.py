@@ -21,7 +21,7 @@ from ..matrices.precisions import Dense
 from .drivers import solve_traced
 from .factors import Factors, Kind, covariances, curvature_of, evaluate, expect
 from .maximize import init
-from .objective import BlockObjective, is_conservative, is_log_concave
+from .objective import Coordinates, FactorSet, Objective, is_conservative, is_log_concave
 from .row_factors import absorbed_moments, predictor_scales
 from .search import Search, Settings, Solution, standard_base
 from .state import State, StepInfo
@@ -69,8 +69,7 @@ def implicit_step(
         for _ in range(num_linearizations - 1):
             shift = state.root @ (solution.mean if basis is None else solution.mean @ basis)
             solution, basis, factors = solve(_shifted(linearize(state.mean + shift), -shift))
-        info = (solution.bound, solution.decrement, solution.iterations, solution.converged)
-        after, report = _move(state, basis, solution.mean, solution.root, num_rows, *info)
+        after, report = _moved(state, basis, solution, num_rows)
         if with_absorbed:
             report = report._replace(
                 absorbed=absorbed_moments(kinds, factors, predictor_scales(factors, solution.root))
@@ -84,7 +83,8 @@ def solve_block(kinds: tuple[Kind, ...], settings: Settings, blocks: tuple[Facto
     """The Gaussian over e that solves for the rows, from the standard normal."""
     search = Search(settings, is_log_concave(kinds), by_decrement=not is_conservative(kinds))
     mean, form = jnp.zeros(blocks[0].jacobian.shape[-1], blocks[0].predictors.dtype), Dense(None)
-    objective = BlockObjective(kinds, partial(_shifted, blocks))
+    rows = FactorSet(kinds, lambda _, e: _shifted(blocks, e))
+    objective = Objective((rows,), Coordinates(), staged=True)
     return solve_traced(search, objective, standard_base(mean.dtype), form, init(search, form, mean))
 
 
@@ -122,7 +122,8 @@ def explicit_step(
         divergence = 0.5 * (jnp.sum(inverse * inverse) - identity.shape[0] + move @ move)
         divergence = divergence + jnp.sum(jnp.log(jnp.diagonal(root)))
         zero = jnp.zeros((), move.dtype)
-        return _move(state, basis, move, root, num_rows, value - divergence, zero, jnp.asarray(1), jnp.asarray(True))
+        solution = Solution(move, root, value - divergence, zero, jnp.asarray(1), jnp.asarray(True))
+        return _moved(state, basis, solution, num_rows)
 
     return step
 
@@ -163,22 +164,10 @@ def _subspace(root: Array, factors: tuple[Factors, ...]) -> tuple[list[Array], A
     return [p.reshape(*z.shape[:2], total) for p, z in zip(pieces, whitened)], basis
 
 
-def _move(
-    state: State,
-    basis: Array | None,
-    move: Array,
-    precision_root: Array,
-    num_rows: Array,
-    bound: Array,
-    decrement: Array,
-    iterations: Array,
-    converged: Array,
-) -> tuple[State, StepInfo]:
-    """The state with e ~ N(move, (L L^T)^-1) in the subspace of ``basis`` B, unchanged outside it: the mean moves by
-    S B^T move, and the covariance root becomes S - S B^T (I - L^-T) B.
-
-    :param precision_root: L, lower triangular.
-    """
+def _moved(state: State, basis: Array | None, solution: Solution, num_rows: Array) -> tuple[State, StepInfo]:
+    """The state with the solution N(move, (L L^T)^-1) of e in the subspace of ``basis`` B, unchanged outside it: the
+    mean moves by S B^T move, and the covariance root becomes S - S B^T (I - L^-T) B."""
+    move, precision_root, bound, decrement, iterations, converged = solution
     ok = jnp.isfinite(bound) & jnp.all(jnp.isfinite(move)) & jnp.all(jnp.isfinite(jnp.diagonal(precision_root)))
     move = jnp.where(ok, move, 0.0)  # the small quantities are made harmless, so that no (P, P) array is copied
     identity = jnp.eye(move.shape[0], dtype=move.dtype)
@@ -191,15 +180,10 @@ def _move(
         change = scale @ move
         shrink = identity - solve_lower(precision_root, identity).T
         root = state.root - product(product(scale, shrink), basis)
-    mean, error = _compensated_add(state.mean, state.mean_error, change)
+    change = change + state.mean_error  # compensated summation (Kahan)
+    mean = state.mean + change
+    error = change - (mean - state.mean)
     evidence = state.log_evidence + jnp.where(ok, bound, 0.0)
     count = state.num_rows + jnp.where(ok, num_rows, 0)
     after = State(mean, error, root, evidence, state.prior_factor, count, state.time)
     return after, StepInfo(bound, decrement, iterations, converged, ok)
-
-
-def _compensated_add(total: Array, error: Array, change: Array) -> tuple[Array, Array]:
-    """The sum and its rounding error (Kahan)."""
-    change = change + error
-    after = total + change
-    return after, change - (after - total)

@@ -95,21 +95,27 @@ class Search(NamedTuple):
         return self.mode or not self.log_concave
 
 
+class Target(NamedTuple):
+    """The precision that a full step takes, its Cholesky factor if it is kept, and whether it leaves out positive
+    curvatures of the log-likelihoods."""
+
+    precision: Array
+    factor: PyTree
+    clamped: Array
+
+
 class Evaluation(NamedTuple):
     """The bound at a q, and where it leads.
 
-    :ivar target: the precision that a full step takes. :ivar target_factor: its Cholesky factor, if it is kept.
+    :ivar target: of a full step.
     :ivar decrement: the squared natural gradient, of which ``covariance_decrement`` is the covariance's part.
-    :ivar clamped: whether the target leaves out positive curvatures of the log-likelihoods.
     """
 
     bound: Array
     gradient: Array
-    target: Array
+    target: Target
     decrement: Array
     covariance_decrement: Array
-    clamped: Array
-    target_factor: PyTree
 
 
 class SolverState(NamedTuple):
@@ -144,14 +150,6 @@ class Proposal(NamedTuple):
     factor: Array
     covariance_root: PyTree
     change: Array
-
-
-class Target(NamedTuple):
-    """The precision that a full step takes, its Cholesky factor if it is kept, and whether it is clamped."""
-
-    precision: Array
-    factor: PyTree
-    clamped: Array
 
 
 def standard_base(dtype) -> Base:
