@@ -25,7 +25,7 @@ from .families.by_site import SiteFamilies
 from .families.full import FullFamily
 from .group_streams import stream_groups
 from .model.data.row_set import RowSet
-from .model.data.rows import Arrays, Data, Rows
+from .model.data.rows import Arrays, Data, Keywords, Rows
 from .model.program import Program
 from .options import LOCAL, Info, Options, check_choice, default_key
 from .results.posterior import Posterior
@@ -181,7 +181,7 @@ class RVGA:
         self._engines = Engines(model, self.options, improper_prior_scale, dynamics, **reading)
         self.blocks.check_shared(self._engines.devices)
         certification = Certification(certify, max_looks, certificate_tolerance)
-        full = FullFamily(self, self._engines, certification)
+        full = FullFamily(self, self._engines, certification)  # takes the options that are set above, as others do
         self._family: Any = full  # or BestFamily, SiteFamilies or BONG, which have the same calls
         given = {"local": local != "auto", "mesh": mesh is not None}
         given["first_block or memory"] = self.blocks.keeps_or_begins
@@ -343,26 +343,40 @@ class RVGA:
         seeks = self.options.scheme == "implicit" and self.options.has_bound
         return seeks and self.dynamics is None and isinstance(self._family, FullFamily)
 
-    def sums_at(self, state: State, data: Data | Iterable, **options: Any) -> tuple[SiteSums, RowSet]:
-        """Sums over the rows of their expected log-likelihoods and derivatives at a state, and which rows these are.
-
-        :param options: ``rng_key``, ``on_bad_row`` and the model's keywords, as for :meth:`run`.
-        """
-        engine, source = self._opened_again(data, **options)
+    def sums_at(
+        self,
+        state: State,
+        data: Data | Iterable,
+        *,
+        rng_key: Array | None = None,
+        on_bad_row: str = "raise",
+        **model_kwargs: Any,
+    ) -> tuple[SiteSums, RowSet]:
+        """Sums over the rows of their expected log-likelihoods and derivatives at a state, and which rows these are."""
+        engine, source = self._opened_again(data, rng_key, on_bad_row, model_kwargs)
         return sums_at(engine, state, source)
 
-    def sample_of(self, data: Data | Iterable, total: int, count: int, **options: Any) -> Rows:
-        """A random sample of the ``total`` usable rows; options as for :meth:`sums_at`."""
-        _, source = self._opened_again(data, **options)
+    def sample_of(
+        self,
+        data: Data | Iterable,
+        total: int,
+        count: int,
+        *,
+        rng_key: Array | None = None,
+        on_bad_row: str = "raise",
+        **model_kwargs: Any,
+    ) -> Rows:
+        """A random sample of the ``total`` usable rows."""
+        _, source = self._opened_again(data, rng_key, on_bad_row, model_kwargs)
         return sample_of(source, total, count)
 
     def _opened_again(
-        self, data: Any, rng_key: Array | None = None, on_bad_row: str = "raise", **model_kwargs: Any
+        self, data: Any, rng_key: Array | None, on_bad_row: str, model_kwargs: Keywords
     ) -> tuple[Engine, RowSource]:
         """The rows that an earlier run took in, and their engine."""
         options = PassOptions(on_bad_row=on_bad_row)
         source, head, _ = open_source(data, self.model, model_kwargs, options)
-        engine = self._engines.get(head, model_kwargs, default_key() if rng_key is None else rng_key)
+        engine = self._engines.get(head, dict(model_kwargs), default_key() if rng_key is None else rng_key)
         return engine, usable_source(engine.program, source, head, None, options)[0]
 
     @property

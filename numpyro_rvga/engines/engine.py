@@ -259,7 +259,7 @@ class Engine:
         is_informed = problem.row_factors is not None or not problem.is_far
         if is_concave or search.mode or is_informed or self.devices.count > 1 or int(problem.state.num_rows):
             return None
-        is_dear = self.effort.takes_draws or bool(self.program.row_latents.site_names) or self.effort.is_thorough
+        is_dear = self.effort.takes_draws or self.program.integrates_row_latents or self.effort.is_thorough
         if is_dear or self.program.layout.size > MOST_PARAMETERS or num_rows * self.numbers_per_row > MOST_NUMBERS:
             return None
         return lambda optimum, number: other_means(problem.state, optimum, self.rng_key, number)

@@ -10,14 +10,14 @@ from ..core.expectations.by_nodes import Expectation
 from ..engines.combinations import DIAGONALS
 
 
-def check_unused(families: str, unused: Mapping[str, bool]) -> None:
+def check_unused(who_takes: str, unused: Mapping[str, bool]) -> None:
     """:raises ValueError: naming an option that is given, and not taken with these families.
 
-    :param unused: such options, and whether they are given.
+    :param who_takes: how the message begins. :param unused: such options, and whether they are given.
     """
     for name, is_given in unused.items():
         if is_given:
-            raise ValueError(f"{families} a plain pass over the rows: leave {name} at its default.")
+            raise ValueError(f"{who_takes} a plain pass over the rows: leave {name} at its default.")
 
 
 def online_method(

@@ -62,7 +62,7 @@ def choose_sites(program: Program, conditional: Callable[[tuple[str, ...]], Prog
     """
 
     def terms_given(site: str, given: Sequence[str]) -> SiteTerms:
-        if not program.row_latents.site_names:
+        if not program.integrates_row_latents:
             return _terms_given(program, site, given)
         return next(each for each in _all_terms(conditional(tuple(given))) if each.terms.site == site)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Latent sites in the order of their entries of theta. ``shapes``: site -> unconstrained shape, in that order."""
 

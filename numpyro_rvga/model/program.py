@@ -122,7 +122,7 @@ class Program(BoundLikelihood):
         """
         if self.whole:
             return self if self.holds(rows) else None
-        if self.data_prior is None and not self.deterministic.of_data and not self.row_latents.site_names:
+        if self.data_prior is None and not self.deterministic.of_data and not self.integrates_row_latents:
             return self
         other = copy.copy(self) if self.data_prior is None else self._copied()  # a prior that reads no data is the same
         other.data_rows = self._rows_to_keep(all_rows)

@@ -100,7 +100,7 @@ class Integration:
             )
         if set(sites) == set(program.layout.site_names):
             most = MOST_WITH_DENSITY  # no Gaussian is left, so that no mixture of a few is the posterior
-            if program.row_latents.site_names:
+            if program.integrates_row_latents:
                 raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")
         size = sum(program.layout.sizes[name] for name in sites)
         if size > most:
@@ -207,7 +207,7 @@ class Integration:
 
     def _conditional(self, program: Program, sites: tuple[str, ...], rows: Rows, rng_key: Array) -> Engine:
         """The model given these sites."""
-        key = frozenset(sites), program.whole, program.evaluates, bool(program.row_latents.site_names)
+        key = frozenset(sites), program.whole, program.evaluates, program.integrates_row_latents
         if key not in self._engines:
             means, _ = _prior_moments(program)
             starts = {name: np.asarray(x) for name, x in program.layout.unravel(means).items() if name in sites}
@@ -219,7 +219,7 @@ class Integration:
                 whole=program.whole,
                 evaluates=program.evaluates,
                 mesh=self._mesh,
-                local="marginal" if program.row_latents.site_names else "prior",
+                local="marginal" if program.integrates_row_latents else "prior",
             )
         return self._engines[key].get(rows, program.model_kwargs, rng_key, rows)
 
@@ -295,7 +295,7 @@ def _prior_moments(program: Program) -> tuple[np.ndarray, np.ndarray]:
 
 def _may_be_integrated_whole(program: Program) -> bool:
     """Whether quadrature over all sites finds more than one Gaussian does, and takes less than bounds given many."""
-    return program.layout.size <= MOST_WITH_DENSITY and not program.row_latents.site_names and not program.is_conjugate
+    return program.layout.size <= MOST_WITH_DENSITY and not program.integrates_row_latents and not program.is_conjugate
 
 
 def _warn(integral: Integral, sites: tuple[str, ...]) -> None:

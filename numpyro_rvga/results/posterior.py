@@ -81,7 +81,7 @@ class Posterior(Fitted):
             Deterministic sites that read all rows, such as a mean over them, are those of ``data``; without it those of
             the rows that the posterior was fitted to. After :meth:`load`, :meth:`update` or a stream, which leave these
             not at hand, such sites come with ``data`` only.
-        :return: the constrained latent sites and the deterministic sites that have no value for each row, each of
+        :return: the constrained latent sites and the deterministic arrays that have no value for each row, each of
             shape ``(*sample_shape, *site_shape)``.
         """
         theta_key, local_key = (rng_key, None) if data is None else jax.random.split(rng_key)

@@ -177,7 +177,7 @@ def given_local_latents(
     if not program.local_names:
         return {}
     local_key, site_key = jax.random.split(rng_key)
-    if program.row_latents.site_names:
+    if program.integrates_row_latents:
         given = {name: jnp.asarray(array) for name, array in rows_with_outcome(program, rows).items()}
         keys = jax.random.split(local_key, len(theta))
         local = jit(partial(jax.lax.map, lambda at: draw_row_latents(program, *at, given)))((keys, theta))

@@ -60,7 +60,7 @@ class BoundLikelihood(BoundPrior):
         self.mixed_priors = tuple(terms for terms in all_terms if terms.site not in self._integrated)
         self.terms = self._all_terms([terms for terms in all_terms if terms.site in self._integrated], rows)
         self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
-        if self.row_latents.site_names:
+        if self.integrates_row_latents:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
             self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic, _ in integrated))
             if self.whole:
@@ -97,7 +97,7 @@ class BoundLikelihood(BoundPrior):
         return tuple(by_piece(terms, self._num_pieces) for terms in all_terms)
 
     def _find_components(self, rows: Arrays) -> tuple[Component, ...]:
-        if not self.row_latents.site_names:
+        if not self.integrates_row_latents:
             return ()
         row, size = {**self.example_row, **self.shared_elsewhere}, self.layout.size
         # A latent site's prior may depend on states of all data too: given theta, it is observed as any outcome is.

@@ -262,6 +262,11 @@ class BoundModel(ModelRuns):
         return {name: next((i for i, n in enumerate(one[name]) if n != several[name][i]), None) for name in one}
 
     @property
+    def integrates_row_latents(self) -> bool:
+        """Whether latent variables of single rows are integrated out."""
+        return bool(self.row_latents.site_names)
+
+    @property
     def local_names(self) -> tuple[str, ...]:
         """Latent sites with a value for each row that are no part of theta."""
         return (*self.local.site_names, *self.row_latents.site_names)

@@ -115,7 +115,7 @@ class BoundPrior(BoundModel):
         self._arrays_read = self._find_prior_arrays()
         if self._arrays_read:
             self.data_prior, self.constants = self._read_data_prior(None if constants else usable(), constants)
-        if self.whole and not self.row_latents.site_names:
+        if self.whole and not self.integrates_row_latents:
             records = lambda sites: self._records(sites, self.example_row)  # noqa: E731
             self.unread = unread_entries(records, self.layout, self.dtype)
         self.prior = self._find_prior()

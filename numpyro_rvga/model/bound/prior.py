@@ -61,7 +61,7 @@ class Prior(NamedTuple):
         return self.theta.shape[0]
 
     @property
-    def others(self) -> np.ndarray:
+    def other_indices(self) -> np.ndarray:
         """The indices of the entries of theta outside the multivariate normal sites."""
         inside = [np.arange(site.start, site.stop) for site in self.normal_sites]
         return np.setdiff1d(np.arange(self.size), np.concatenate([np.zeros(0, int), *inside]))

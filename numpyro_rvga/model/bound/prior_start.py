@@ -80,7 +80,7 @@ def marginals(prior: Prior, draws: Callable[..., Array], shared: Arrays, is_real
     if len(indices):
         count = int(np.clip(MOST_NUMBERS // size, LEAST_DRAWS, NUM_DRAWS))
         batch = max(1, min(count, BATCH_NUMBERS // size))
-        _, mean[indices], deviation = _robust_moments(np.asarray(draws(count, batch, indices)), is_real[indices])
+        *_, mean[indices], deviation = _robust_moments(np.asarray(draws(count, batch, indices)), is_real[indices])
         variance[indices] = deviation**2
     return PriorMarginals(mean, variance, indices, coupling, separate)
 
@@ -110,7 +110,7 @@ def factor_of_marginals(prior: Prior, marginals: PriorMarginals, shared: Arrays)
 # ---------------------------------------------------------------------- a Gaussian with a full covariance
 def is_flat(precision: Array, prior: Prior) -> bool:
     """Whether the Gaussian part of a prior says nothing in some direction. ``precision``: its own (P, P)."""
-    others = prior.others
+    others = prior.other_indices
     inner = np.asarray(precision, np.float64)[others][:, others]
     diagonal = np.diagonal(inner)
     if np.any(diagonal <= 0):
@@ -122,7 +122,9 @@ def is_flat(precision: Array, prior: Prior) -> bool:
 def moments_of_draws(prior: Prior, draws: Array, is_real: np.ndarray) -> FullGaussian:
     """Robust moments of draws theta (n, P) from the prior, far-out ones cut: the Gaussian that approximates it outside
     its multivariate normal sites."""
-    standard, mean, deviation = _robust_moments(np.asarray(draws)[:, prior.others], is_real[prior.others])
+    others = prior.other_indices
+    cut, center, mean, deviation = _robust_moments(np.asarray(draws)[:, others], is_real[others])
+    standard = np.nan_to_num((cut - center) / deviation)  # of entries that are not known together, as far as they are
     standard = standard / np.maximum(np.linalg.norm(standard, axis=0), np.finfo(float).tiny)
     shrunk = (1 - SHRINKAGE) * (standard.T @ standard)
     np.fill_diagonal(shrunk, 1.0)
@@ -146,7 +148,7 @@ def initial_state(prior: Prior, moments: FullGaussian | None, parts: tuple[Canon
                 "a jitter to its diagonal (1e-6 times its size in float64, 1e-4 in float32)."
             )
     gaussian, normals = _in_float64((gaussian, normals))
-    start = _start_from(np, moments, _part_of(gaussian, prior.others))
+    start = _start_from(np, moments, _part_of(gaussian, prior.other_indices))
     state = _assembled(np, prior, start, normals)
     state = jax.tree.map(lambda x: np.asarray(x, dtype), state)
     return jax.device_put(state._replace(num_rows=Count.of(0)))
@@ -154,7 +156,7 @@ def initial_state(prior: Prior, moments: FullGaussian | None, parts: tuple[Canon
 
 def state_at(prior: Prior, moments: FullGaussian | None, shared: Arrays) -> State:
     """:func:`initial_state` as a differentiable function of the ``numpyro.param`` sites."""
-    terms, others = prior.gaussian, prior.others
+    terms, others = prior.gaussian, prior.other_indices
     are_normal = bool(terms) and all(t.closed_form is Gaussian and t.num_predictors == 1 for t in terms)
     if moments is None and are_normal and sum(t.num_elements for t in terms) >= len(others):
         start = _normalized_terms(prior, shared)
@@ -187,7 +189,7 @@ def _assembled(xp: Any, prior: Prior, start: State, normals: list) -> State:
     :param start: of the entries outside the multivariate normal sites. :param normals: location and scale of these.
     """
     factor = start.prior_factor
-    order = np.concatenate([prior.others, *[np.arange(site.start, site.stop) for site in prior.normal_sites]])
+    order = np.concatenate([prior.other_indices, *[np.arange(site.start, site.stop) for site in prior.normal_sites]])
     back = np.argsort(order)
     mean = xp.concatenate([start.mean, *[loc for loc, _ in normals]])[back]
     block_diagonal = jax.scipy.linalg.block_diag if xp is jnp else scipy.linalg.block_diag
@@ -234,7 +236,7 @@ def _normalized_terms(prior: Prior, shared: Arrays) -> State:
     With W the terms' Jacobian in units of their standard deviations, W = QR gives the precision W^T W = R^T R. Formed
     itself, it would lose twice as many digits: of effects around a mean, for instance, that nearly agree.
     """
-    indices, dtype = prior.others, prior.theta.dtype
+    indices, dtype = prior.other_indices, prior.theta.dtype
     rows, targets, constant, zero = [], [], jnp.zeros((), dtype), jnp.zeros(prior.size, dtype)
     for terms in prior.gaussian:
         jacobian, (value, gradient, hessian) = _expanded(terms, zero, shared)
@@ -306,15 +308,13 @@ def _in_float64(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.array(x, np.float64), tree)
 
 
-def _robust_moments(draws: np.ndarray, is_real: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
-    """Draws (n, P) in standard units, zero where they are not known; a mean to start from; and standard deviations.
-
-    Each coordinate is cut far out: heavy tails must not rule moments, and numbers beside which those of interest are
-    rounding errors are no start. Draws are not known where they are not finite, as the logarithm of a number that has
-    underflowed: of many coordinates some may be so in every draw. The mean is zero, where NumPyro starts too, if the
-    draws of a constrained site are all over the place. The deviation is one without two different numbers.
+def _robust_moments(draws: np.ndarray, is_real: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any, np.ndarray]:
+    """Moments of draws (n, P) without what lies far out, which must not rule them.
 
     :param is_real: of the coordinates, whether their site has no constraint.
+    :return: the draws, each coordinate cut far out, and NaN where one is not finite (as the logarithm of a number that
+        has underflowed); their means; means to start from, zero as in NumPyro where the draws of a constrained site are
+        all over the place; and standard deviations, one without two different numbers.
     """
     draws = draws.astype(np.float64)
     finite = np.where(np.isfinite(draws), draws, np.nan)
@@ -327,4 +327,4 @@ def _robust_moments(draws: np.ndarray, is_real: np.ndarray) -> tuple[np.ndarray,
     mean, deviation = np.nanmean(cut, axis=0), np.nanstd(cut, axis=0, ddof=1)
     deviation = np.where(deviation > 0, deviation, 1.0)
     says_nothing = ~is_real & (deviation > VAGUE) & (np.abs(mean) < WITHIN * deviation)
-    return np.nan_to_num((cut - mean) / deviation), np.where(says_nothing, 0.0, mean), deviation
+    return cut, mean, np.where(says_nothing, 0.0, mean), deviation

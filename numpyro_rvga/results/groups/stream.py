@@ -341,14 +341,16 @@ class _Streamed(NamedTuple):
     version: int
 
     def contains(self, wanted: np.ndarray) -> np.ndarray:
+        self._check(wanted)
         is_known = np.zeros(len(wanted), bool)
-        is_known[self._read(wanted)[1]] = True
+        is_known[self.stream._store.read(wanted.tolist())[1]] = True
         self.stream._store.make_room()
         return is_known
 
     def read(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self._check(wanted)
         labels, where = np.unique(wanted, return_inverse=True)
-        vectors, places = self._read(labels)
+        vectors, places = self.stream._store.read(labels.tolist())
         if len(places) < len(labels):
             raise ValueError(
                 f"the stream has had no rows of group {np.delete(labels, places)[0]}: leave it out, take new_groups=1 "
@@ -360,11 +362,8 @@ class _Streamed(NamedTuple):
         self.stream._store.make_room()
         return groups.mean[where], given.slope[where], given.root[where]
 
-    def _read(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The stored vectors of those groups that had rows, and their places among the labels.
-
-        :raises ValueError: for labels of another kind, and if the stream has gone on.
-        """
+    def _check(self, labels: np.ndarray) -> None:
+        """:raises ValueError: for labels of another kind, and if the stream has gone on."""
         stream = self.stream
         if self.version != stream._version:
             raise ValueError(
@@ -375,4 +374,3 @@ class _Streamed(NamedTuple):
             raise ValueError(
                 f"labels of groups are {stream._kind} in the stream, and {labels.dtype} here: convert them."
             )
-        return stream._store.read(labels.tolist())
