@@ -42,7 +42,7 @@ from .devices import Devices
 from .effort import Effort
 from .joint_solver import Coarse, JointProblem, JointSolver, PriorProblem, RowChunks, search_for, whitened
 from .kinds import make_kind
-from .linearized import at_indices, by_row, factors_of, merged_by_form, prepare, sites_by_form, without_padding
+from .linearized import at_indices, by_row, factors_of, flat_row_factors, merged_by_form, prepare, sites_by_form
 from .starts import MOST_NUMBERS, MOST_PARAMETERS, other_means
 
 SYMMETRIC_PREDICTORS = 8  # with more, as in neural networks, the prior's mean is often a saddle
@@ -91,7 +91,7 @@ class Engine:
         self._prepare_prior = jit(self._prior_prepared)
         self._linearize_prior = jit(partial(factors_of, of_forms))
         self._prepare_block = Compiled(self._prepared_block, level=0)
-        self._without_padding = Compiled(without_padding)
+        self._flat_row_factors = Compiled(flat_row_factors)
         size = program.layout.size
         self.joint_solver = JointSolver(self.joint_parts, self.devices, size, self._is_little_work)
         self._prior_solver = JointSolver(self._prior_parts, self.devices, size, self._is_little_work)
@@ -199,13 +199,13 @@ class Engine:
         :param with_absorbed: report the moments of the rows' predictors under q, for later solves.
         """
         prepared, count = self._prepare_block(rows, weights)
-        row_factors = None if row_factors is None else self._without_padding(row_factors, weights)
+        row_factors = None if row_factors is None else self._flat_row_factors(row_factors, weights)
         init = None if nearby is None else whitened(state.mean, state.root, nearby.mean, nearby.root)
         settings = self.effort.settings() if row_factors is None else self.effort.settings_around_a_stream()
         search = self._search(settings, 1, has_start=init is not None)
         problem = JointProblem(state, prepared, self.program.prior_inputs, row_factors, init)
         others = self._other_means(search, problem, len(weights))
-        problem, options = self._begun(search, problem)
+        problem, options = self._solver_options(search, problem)
         new = count if num_new is None else num_new
         return self.joint_solver(search, problem, new, other_means=others, with_absorbed=with_absorbed, **options)
 
@@ -223,11 +223,11 @@ class Engine:
         """
         search = self.search_all(problem, alternating=alternating)
         others = self._other_means(search, problem, problem.num_rows)
-        problem, options = self._begun(search, self.prepared_once(problem))
+        problem, options = self._solver_options(search, self.prepared_once(problem))
         return self.joint_solver(search, problem, num_rows, other_means=others, on_step=on_step, **options)
 
-    def _begun(self, search: Search, problem: JointProblem) -> tuple[JointProblem, Info]:
-        """The problem as :class:`JointSolver` takes it, with what it begins with, and whether to estimate errors."""
+    def _solver_options(self, search: Search, problem: JointProblem) -> tuple[JointProblem, Info]:
+        """The problem, changed if it begins with coarse expectations, and options of :class:`JointSolver`."""
         has_errors = self.effort.has_estimated_errors and problem.row_factors is None and not search.mode
         problem, coarse = self._coarse(search, problem)
         return problem, {"coarse": coarse, "with_error_estimates": has_errors}

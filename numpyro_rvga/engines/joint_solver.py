@@ -171,7 +171,7 @@ class JointSolver:
         level = 0 if num_parameters <= FEW_PARAMETERS else 1
         each: Any = devices.everywhere
         pending = None if each is None else Pending(each, each, None)  # rows stay where they are
-        slope: Any = None if each is None else Expected(each, each, each, None, each)
+        slope: Any = None if each is None else Expected(each, each, each, hessians=None, gradients=each)
         evaluated = None if each is None else Evaluated(each, slope, each, each)
 
         def start(problem: PyTree, *, search: Search) -> SolveStart:

@@ -139,8 +139,8 @@ def no_row_factors(all_terms: Sequence[Terms], num_rows: int, dtype: DTypeLike) 
     return tuple(map(nothing, all_terms))
 
 
-def without_padding(row_factors: tuple[QuadraticFactors, ...], weights: Array) -> tuple[QuadraticFactors, ...]:
-    """Gaussian approximations (n, E, ...) of rows as (n E, ...) arrays, zero where the weight is."""
+def flat_row_factors(row_factors: tuple[QuadraticFactors, ...], weights: Array) -> tuple[QuadraticFactors, ...]:
+    """Gaussian approximations (n, E, ...) of rows as (n E, ...) arrays; those of rows without weight are zero."""
     kept = weights > 0
     return merged(jax.tree.map(lambda x: kept.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) * x, row_factors))
 

@@ -20,7 +20,7 @@ from ..engines.integration.bounds import (
     moments_of,
     nodes_called_for,
 )
-from ..engines.integration.importance import FEW_POINTS, NUM_POINTS, integrate_by_importance
+from ..engines.integration.importance import integrate_by_importance
 from ..engines.integration.lattice import integrate_lattice
 from ..engines.integration.nested import ABOVE, NUM_TRIALS, Integral, Marginal, Mode, find_mode
 from ..options import Info
@@ -105,9 +105,9 @@ class Integrator:
         if len(self.mean) <= MOST_ON_LATTICE:
             integral = integrate_lattice(marginal, mode, moments)
         elif len(self.mean) <= MOST_BY_IMPORTANCE:
-            num_points = FEW_POINTS if self.is_long else NUM_POINTS
             least = LEAST_POINTS if isinstance(bound, LogDensity) else 0
-            integral = integrate_by_importance(marginal, mode, moments, smoothed, num_points, least)
+            options = {"few_points": self.is_long, "least_points": least}
+            integral = integrate_by_importance(marginal, mode, moments, smoothed, **options)
         if integral is None or (_is_too_rough(integral.info) and not self.is_long):
             return integrate_by_nuts(marginal, mode, moments, self.rng_key) if self.may_run_nuts else None
         return integral

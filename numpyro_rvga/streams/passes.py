@@ -160,7 +160,7 @@ class Pass(ABC, Generic[S, R]):
                 if piece is None or len(pending) > PREFETCH:
                     self._finish(pending)
                     offset = pending[-1].offset + pending[-1].piece.num_rows if pending else self.num_taken
-            self._go_on_from(self.state, feed.stop)
+            self._go_on_from(self.state, feed.stop)  # past rows after the last step's that were left out
         if not self.num_taken and (self.done or len(self._source.left_out)):
             raise ValueError(f"none of the {self.done + len(self._source.left_out)} rows can be used.")
         return self.state
@@ -235,6 +235,7 @@ class Pass(ABC, Generic[S, R]):
             self._write()
 
     def _go_on_from(self, state: S, done: int) -> None:
+        """Note the state after ``done`` rows of the source, as one that a checkpoint can hold."""
         self._is_consistent, left_out = False, self._feed.left_out
         before, self.state, self.done = self.done, state, done
         self._left_out = left_out[: np.searchsorted(left_out, done)]

@@ -690,6 +690,17 @@ def test_a_stream_may_begin_with_bad_rows():
     assert found.info["skipped_rows"].tolist() == list(range(100)) and found.num_rows == NUM_ROWS - 100
 
 
+def test_bad_rows_may_be_all_that_is_read_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(passes_module, "SLICE", 64)
+    rows = {name: np.resize(array, (5000, *array.shape[1:])) for name, array in ROWS.items()}
+    rows["X"][1000:4500] = np.nan
+    method, path = BONG(logistic, hessian="auto", block_size=1), tmp_path / "run"
+    with pytest.raises(Stop):
+        run(method, stopping(rows, 4600), checkpoint=path, every=100, on_bad_row="skip")
+    found = run(method, cut(rows, [50]), checkpoint=path, resume=True, on_bad_row="skip")
+    assert found.num_rows == 1500 and found.info["num_skipped"] == 3500
+
+
 def test_data_of_bad_rows_alone_are_refused():
     rows = {"X": np.full((60, 3), np.nan), "y": np.zeros(60)}
     with pytest.raises(ValueError, match="rows all hold NaN"):

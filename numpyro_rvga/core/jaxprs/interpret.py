@@ -53,7 +53,7 @@ def _evaluate(
     rule: Rule = results,
     constant: Callable[[Any], Any] = jnp.asarray,
 ) -> list:
-    """The outputs of equations, from the values of the variables that they take, which are put in ``environment``."""
+    """The outputs of equations. ``environment``: values of the variables that are known; results are added to it."""
 
     def read(atom: Any) -> Any:
         return constant(atom.val) if isinstance(atom, jex_core.Literal) else environment[atom]

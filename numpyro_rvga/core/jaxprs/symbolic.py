@@ -121,7 +121,7 @@ class Reading:
             environment = bind_row(row) | {theta_node.serial: jnp.reshape(theta_value, theta_node.shape)}
             return evaluate_nodes(affine_nodes, environment)
 
-        @jax.jit  # solvers trace it in many programs, and JAX keeps its jaxpr for each of its shapes
+        @jax.jit  # many programs that core.compilation compiles trace it: JAX keeps its jaxpr for each shape
         def predictors(theta_value, row):
             flat = [jnp.ravel(v).astype(theta.dtype) for v in affine_values(theta_value, row)]
             return jnp.concatenate(flat) if flat else jnp.zeros((0,), theta.dtype)

@@ -155,15 +155,15 @@ def add_curvatures(a: Array, b: Array) -> Array:
 
 
 def covariances(blocks: tuple[Factors, ...], sigma: Array | None) -> Any:
-    """J_i Sigma J_i^T by kind, (n, C, C); None for a point mass. ``sigma``: as :func:`~.jacobians.covariance` takes it;
-    None for a point mass."""
+    """J_i Sigma J_i^T by kind, (n, C, C). ``sigma``: as :func:`~.jacobians.covariance` takes it; None for a point mass,
+    which has none."""
     return None if sigma is None else tuple(covariance(block.jacobian, sigma) for block in blocks)
 
 
 def expect(
     kinds: tuple[Kind, ...], blocks: tuple[Factors, ...], covariances: tuple[Array, ...] | None = None
 ) -> tuple[Expected, tuple[Array, ...]]:
-    """Sums over factors of E[phi] and J_i^T g_i, and G_i = E[hess phi] by kind.
+    """Sums over factors of E[phi] and J_i^T g_i, without Hessians; and these apart, G_i = E[hess phi] by kind.
 
     :param covariances: None for a point mass, with derivatives at the mean.
     """

@@ -206,10 +206,11 @@ class Objective:
             for factor_set in self.sets:
                 pairs.append(factor_set.with_curvatures(theta, sigma, ways))
         totals, hessians = zip(*pairs)
-        values, gradients, error_estimates, *_ = zip(*totals)
-        error_estimates = jax.tree.map(lambda *x: jnp.concatenate(x), *error_estimates)  # by kind
+        gradients = tuple(each.gradient for each in totals)
+        error_estimates = jax.tree.map(lambda *x: jnp.concatenate(x), *[each.error_estimates for each in totals])
         gradient = self.coordinates.gradient(reduce(jnp.add, gradients))
-        return Expected(reduce(jnp.add, values), gradient, error_estimates, hessians, gradients)
+        value = reduce(jnp.add, [each.value for each in totals])
+        return Expected(value, gradient, error_estimates, hessians, gradients)
 
     def value(self, mean: Array, covariance_root: PyTree) -> Array:
         """The sum of E[phi] alone, in less time than :meth:`expect` takes to trace and to compile."""

@@ -21,9 +21,9 @@ from .nested import MOST_MISSED, NOT_FINITE, Integral, Marginal, Mode, Moments, 
 from .polynomials import Polynomial, fit
 from .profiles import Profiles, profiles_of
 
-NUM_POINTS = 128  # at most, for each parameter, their number rounded up to a power of two
-FEW_POINTS = 32  # likewise, where each takes much memory
-MOST_POINTS = 1024
+NUM_POINTS = 128  # for each parameter, their number rounded up to a power of two: the most points,
+FEW_POINTS = 32  # or so many, where each takes much memory,
+MOST_POINTS = 1024  # up to this number
 MOST_WITH_DENSITY = 6  # parameters: of more, the points are too far apart for Gaussians around them,
 LEAST_WITHOUT = 256  # and are so many at least, as draws that stand for themselves
 FIRST_POINTS, FIRST_SHARE = 32, 16  # so many points are tried first, or one in so many of the most
@@ -41,7 +41,7 @@ SINGULAR = 1e-12  # of a covariance: its smallest eigenvalue over the largest
 LEAST_WEIGHT = 1e-4  # of a point in the fit, over the largest: far ones keep the polynomial low
 TOLERANCE = 0.03  # standard error, or the change when many points become twice as many, in standard deviations
 ROUGH_TOLERANCE = 0.05  # where many parameters take many points
-UNSETTLED = 0.1  # a standard error in these units that is too large, for which twice the most points are taken
+UNSETTLED = 0.1  # a standard error in these units that is too large: of few parameters, twice the most points are taken
 
 Smoothed = Callable[[np.ndarray], tuple[np.ndarray, float]]
 """Log importance ratios (n,) -> normalized log weights, their tail smoothed, and the Pareto k."""
@@ -52,22 +52,27 @@ def integrate_by_importance(
     mode: Mode,
     moments: Moments,
     smoothed: Smoothed,
-    num_points: int = NUM_POINTS,
+    *,
+    few_points: bool = False,
     least_points: int = 0,
 ) -> Integral | None:
     """The integral by points of a proposal that is as wide and skewed as the marginal along the axes of its mode. Where
     few points have most of the weight, the axes are those of the weighted points, once more.
 
-    :param num_points: at most, for each parameter. :param least_points: of all parameters together.
+    :param few_points: whether each takes much memory. :param least_points: so many are taken in any case.
     :return: None if so few points have weight that they span no volume.
     :raises NotFinite: where more than a little of the mass may be at points without a finite bound.
     """
     size = len(mode.point.h)
     center, axes = mode.point.h, mode.axes
     profiles = profiles_of(marginal, mode, axes)
-    most = min(num_points * power_of_two(size), MOST_POINTS)
+    most = min((FEW_POINTS if few_points else NUM_POINTS) * power_of_two(size), MOST_POINTS)
+    if size > MOST_WITH_DENSITY:
+        counts = _Counts(LEAST_WITHOUT, most, most)
+    else:
+        counts = _Counts(least_points, most, most if few_points else 2 * most)
     for seed in range(MAX_FITS):
-        sample, of_z = _sampled(marginal, ProfileCoordinates(center, axes, profiles), most, least_points, seed)
+        sample, of_z = _sampled(marginal, ProfileCoordinates(center, axes, profiles), counts, seed)
         log_weights, khat = smoothed(sample.log_ratios)
         mass = np.exp(log_weights)
         effective = 1 / np.sum(mass**2)
@@ -177,19 +182,24 @@ class _Sample(NamedTuple):
         return relative_sample_size(self.log_ratios)
 
 
-def _sampled(
-    marginal: Marginal, given: ProfileCoordinates, most: int, least: int, seed: int
-) -> tuple[_Sample, _Moments]:
-    """Points, and moments of z. Their number doubles, from ``least`` up to ``most``, until the moments' error is within
-    the tolerance; and once more, where it is large. The change by the second half is about the error of the
-    first, and more than that of both. Of few points, around which Gaussians are wide, that is not enough."""
+class _Counts(NamedTuple):
+    """How many points there are: at least, at most, and at most where the error is large."""
+
+    least: int
+    most: int
+    most_if_unsettled: int
+
+
+def _sampled(marginal: Marginal, given: ProfileCoordinates, counts: _Counts, seed: int) -> tuple[_Sample, _Moments]:
+    """Points, and moments of z. Their number doubles until the moments' error is within the tolerance. The change by
+    the second half is about the error of the first, and more than that of both. Of few points, around which Gaussians
+    are wide, that is not enough."""
     center, axes, profiles = given
     controls, rng = _Controls.of(profiles), np.random.default_rng(seed)
     points: list[Point] = []
     z, by_half = np.empty((0, len(center))), None
-    has_density = len(center) <= MOST_WITH_DENSITY
-    tolerance, least = (TOLERANCE, least) if has_density else (ROUGH_TOLERANCE, LEAST_WITHOUT)
-    new = [_Proposal(max(most // FIRST_SHARE, FIRST_POINTS))]
+    tolerance = TOLERANCE if len(center) <= MOST_WITH_DENSITY else ROUGH_TOLERANCE
+    new = [_Proposal(max(counts.most // FIRST_SHARE, FIRST_POINTS))]
     proposals: list[_Proposal] = []
     while True:
         for proposal in new:
@@ -202,9 +212,10 @@ def _sampled(
         sample = _Sample(points, z, gradients, _log_density(proposals, profiles, z))
         moments, surrogate = _moments_of(sample, profiles, controls)
         change = np.inf if by_half is None or len(z) <= FEW else moments.change_from(by_half)
-        is_enough = min(moments.error, change) < tolerance and len(z) >= least
+        most = counts.most_if_unsettled if moments.error > UNSETTLED else counts.most
+        is_enough = min(moments.error, change) < tolerance and len(z) >= counts.least
         is_hopeless = len(z) > FEW and sample.share < HOPELESS_SHARE
-        if is_enough or len(z) >= most * (2 if moments.error > UNSETTLED else 1) or is_hopeless:
+        if is_enough or len(z) >= most or is_hopeless:
             return sample, moments
         by_half, new = moments, _next_proposals(surrogate, sample, proposals)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ def row_digests(rows: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _words_digest(array: np.ndarray) -> np.ndarray:
-    words = np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+    words = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:])).view(np.uint8)
     size = next(size for size in (8, 4, 2, 1) if words.shape[1] % size == 0)
     words = words.view(f"u{size}")
     keys = _mixed(np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(GOLDEN)) | np.uint64(1)
