@@ -401,3 +401,17 @@ def test_one_name_is_no_list_of_sites():
 def test_merge_takes_a_list_of_posteriors(posterior):
     with pytest.raises(ValueError, match=r"merge takes a list of posteriors: Posterior.merge\(\[first, second\]\)"):
         Posterior.merge(posterior, posterior)
+
+
+def test_deterministic_sites_that_are_no_arrays_are_left_out():
+    def pairs(x, y=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        numpyro.deterministic("twice", 2 * mu)
+        numpyro.deterministic("both", (mu, mu + 1))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", dist.Normal(mu * x, 1), obs=y)
+
+    data = {"x": np.linspace(-1, 1, 20), "y": np.linspace(-1, 2, 20)}
+    posterior = RVGA(pairs).run(data, progress_bar=False)
+    assert posterior.sample_posterior(jax.random.key(0), (3,)).keys() == {"mu", "twice"}
+    assert posterior.khat(data).verdict.startswith("good")
