@@ -86,7 +86,7 @@ def kill_who_works_next(notes, left):
 def test_a_worker_that_is_killed_in_every_round_changes_nothing(client, folder, monkeypatch):
     parts = ParquetRows(folder, COLUMNS).split(3)
     method = RVGA(model)
-    slow = [SlowRows.__new__(SlowRows)._set(part.columns, part.groups, part.dtypes) for part in parts]
+    slow = SlowRows(folder, COLUMNS).split(3)
     asked, threads = clusters.RunCluster._asked, []
 
     def ask_and_kill(self, *task):
