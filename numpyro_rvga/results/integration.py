@@ -18,7 +18,7 @@ from ..engines.engine import Engine
 from ..engines.integration.bounds import Bound, LogDensity, weighted_rows
 from ..engines.integration.design import mixture_of
 from ..engines.integration.evidence_estimate import EvidenceEstimate
-from ..engines.integration.importance import MOST_WITH_DENSITY, UNSETTLED
+from ..engines.integration.importance import LARGE_ERROR, MOST_WITH_DENSITY
 from ..engines.integration.nested import Integral
 from ..engines.maximized_bound import MaximizedBound, SparseMaximizedBound
 from ..engines.registry import Engines
@@ -305,7 +305,7 @@ def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
             f"the marginal of {names} is so wide that {len(info['points'])} points did not reach its ends: is the "
             "prior of these sites proper?"
         )
-    elif info.get("change_at_doubled_spacing", 0.0) > UNSETTLED:
+    elif info.get("change_at_doubled_spacing", 0.0) > LARGE_ERROR:
         problems.append(
             f"the moments of {names} still change by {info['change_at_doubled_spacing']:.2f} standard deviations as "
             "the lattice of points is refined."
@@ -320,7 +320,7 @@ def _warn(integral: Integral, sites: tuple[str, ...]) -> None:
             f"few of the {len(info['points'])} points of {names} count (Pareto k = {info['khat']:.2f}): compare with "
             "NUTS, started from posterior.nuts()."
         )
-    elif info.get("error", 0.0) > UNSETTLED:
+    elif info.get("error", 0.0) > LARGE_ERROR:
         problems.append(
             f"{len(info['points'])} points of {names} leave an error of {info['error']:.2f} standard deviations: "
             "compare with NUTS, started from posterior.nuts()."

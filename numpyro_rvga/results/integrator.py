@@ -106,8 +106,9 @@ class Integrator:
             integral = integrate_lattice(marginal, mode, moments)
         elif len(self.mean) <= MOST_BY_IMPORTANCE:
             least = LEAST_POINTS if isinstance(bound, LogDensity) else 0
-            options = {"few_points": self.is_long, "least_points": least}
-            integral = integrate_by_importance(marginal, mode, moments, smoothed, **options)
+            integral = integrate_by_importance(
+                marginal, mode, moments, smoothed, few_points=self.is_long, least_points=least
+            )
         if integral is None or (_is_too_rough(integral.info) and not self.is_long):
             return integrate_by_nuts(marginal, mode, moments, self.rng_key) if self.may_run_nuts else None
         return integral

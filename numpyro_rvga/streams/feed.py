@@ -73,5 +73,4 @@ class Feed:
                 self.left_out = np.concatenate([self.left_out, positions[~usable]])
                 rows, positions = rows if usable.all() else selected(rows, usable), positions[usable]
                 rows = self._source.as_declared(rows)
-            if len(positions):
-                yield {**rows, POSITION: positions, DIGEST: row_digests(rows)}
+            yield {**rows, POSITION: positions, DIGEST: row_digests(rows)}

@@ -41,7 +41,7 @@ SINGULAR = 1e-12  # of a covariance: its smallest eigenvalue over the largest
 LEAST_WEIGHT = 1e-4  # of a point in the fit, over the largest: far ones keep the polynomial low
 TOLERANCE = 0.03  # standard error, or the change when many points become twice as many, in standard deviations
 ROUGH_TOLERANCE = 0.05  # where many parameters take many points
-UNSETTLED = 0.1  # a standard error in these units that is too large: of few parameters, twice the most points are taken
+LARGE_ERROR = 0.1  # a standard error in these units, for which few parameters take twice the most points
 
 Smoothed = Callable[[np.ndarray], tuple[np.ndarray, float]]
 """Log importance ratios (n,) -> normalized log weights, their tail smoothed, and the Pareto k."""
@@ -183,11 +183,11 @@ class _Sample(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """How many points there are: at least, at most, and at most where the error is large."""
+    """How many points there are: at least, at most, and at most where the error is a :data:`LARGE_ERROR`."""
 
     least: int
     most: int
-    most_if_unsettled: int
+    most_if_large: int
 
 
 def _sampled(marginal: Marginal, given: ProfileCoordinates, counts: _Counts, seed: int) -> tuple[_Sample, _Moments]:
@@ -212,7 +212,7 @@ def _sampled(marginal: Marginal, given: ProfileCoordinates, counts: _Counts, see
         sample = _Sample(points, z, gradients, _log_density(proposals, profiles, z))
         moments, surrogate = _moments_of(sample, profiles, controls)
         change = np.inf if by_half is None or len(z) <= FEW else moments.change_from(by_half)
-        most = counts.most_if_unsettled if moments.error > UNSETTLED else counts.most
+        most = counts.most_if_large if moments.error > LARGE_ERROR else counts.most
         is_enough = min(moments.error, change) < tolerance and len(z) >= counts.least
         is_hopeless = len(z) > FEW and sample.share < HOPELESS_SHARE
         if is_enough or len(z) >= most or is_hopeless:
