@@ -267,7 +267,7 @@ class Engines:
             except LocalLatents:
                 raise error from None
         if not self._whole:
-            check_independence(program)
+            check_independence(program, rows)
         if program.params.layout.size and not self._batch:
             raise NotImplementedError(
                 f"the model has numpyro.param sites ({', '.join(program.params.layout.site_names)}), which a recursion "

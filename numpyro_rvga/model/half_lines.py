@@ -103,8 +103,8 @@ def _positive_sites(program: Program) -> tuple[str, ...]:
 
 def _log_densities(program: Program, theta: Array, rows: Mapping[str, Any]) -> list[Array]:
     """Log densities of the example rows, given values of their own variables, and of the latent sites."""
-    latents, _ = program.row_latents_of(rows, np.random.default_rng(0))
-    return [*program.site_elements(theta, rows, latents).values(), program.log_prior(theta)]
+    _, own = program.row_latents_of(rows, np.random.default_rng(0))
+    return [*program.elements_of_each(theta, rows, own).values(), program.log_prior(theta)]
 
 
 def _of_logarithms(program: Program) -> list[str]:

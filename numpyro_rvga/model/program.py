@@ -63,7 +63,7 @@ class Program(BoundLikelihood):
         self._row_checks = self._read_likelihood(rows, row_facts)
         self._index_checks = [] if self.whole else self._find_index_checks()
         self._whole_checks, self._checks = self._find_checks()
-        self._read_prior(lambda: self._usable(all_rows), constants)
+        self._read_prior(rows, lambda: self._usable(all_rows), constants)
         of_prior = (*self.prior.gaussian, *self.prior.terms)
         size, dtype = self.layout.size, self.dtype
         self._readers = Reader(self.terms, size, dtype), Reader(of_prior, size, dtype)

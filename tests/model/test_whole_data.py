@@ -95,6 +95,20 @@ def of_size(x, y, num_rows):
         numpyro.sample("y", dist.Normal((b[0] + b[1] * x) * jnp.ones(num_rows), SCALE), obs=y)
 
 
+def cut_in_two(x, y):
+    """Rows whose place says what they are, which a few rows do not show."""
+    b = coefficients()
+    mean = b[0] + b[1] * x
+    numpyro.sample("y", dist.Normal(jnp.concatenate([mean[:10], 2 * mean[10:]]), SCALE), obs=y)
+
+
+def by_year(x, y):
+    """A year is twelve rows."""
+    b = coefficients(3)
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Normal(b[jnp.arange(len(x)) // 12] + b[2] * x, SCALE), obs=y)
+
+
 LINE = np.stack([np.ones(24), X], axis=1)
 CENTERED = np.stack([np.ones(24), X - X.mean()], axis=1)
 HOLES = np.where(np.arange(24) % 5 == 2, np.nan, Y)
@@ -113,16 +127,19 @@ CASES = {
         np.concatenate([LINE, np.eye(2)[np.zeros(7, int)]]),
         np.concatenate([Y, MORE]),
     ),
+    "cut in two": (cut_in_two, {"x": X, "y": Y}, {}, LINE * np.where(np.arange(24) < 10, 1, 2)[:, None], Y),
+    "numbered rows": (by_year, {"x": X, "y": Y}, {}, np.column_stack([np.kron(np.eye(2), np.ones((12, 1))), X]), Y),
     "size as a keyword": (of_size, {"x": X, "y": Y}, {"num_rows": 24}, LINE, Y),
     "size among the data": (of_size, {"x": X, "y": Y, "num_rows": 24}, {}, LINE, Y),
 }
 
 
+@pytest.mark.parametrize("method", [RVGA, FixedPointVI])
 @pytest.mark.parametrize("case", CASES)
-def test_the_joint_posterior_is_that_of_least_squares(case):
+def test_the_joint_posterior_is_that_of_least_squares(case, method):
     model, data, keywords, design, y = CASES[case]
     mean, covariance = least_squares(design, y)
-    posterior = RVGA(model).run(data, progress_bar=False, **keywords)
+    posterior = method(model).run(data, progress_bar=False, **keywords)
     assert posterior.info["converged"]
     if case not in ("jointly normal", "scan"):  # their rows turn out to be independent
         assert posterior.info["rows"] == "joint" and posterior.info["reason"]

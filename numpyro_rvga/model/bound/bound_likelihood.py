@@ -348,6 +348,15 @@ class BoundLikelihood(BoundPrior):
         records = sample_sites(*self._run(rows, given, states=states)) if states else self._records(given, rows)
         return {name: elements(records[name]) for name in (*self._row_sites, *self.row_latents.site_names)}
 
+    def elements_of_each(
+        self, theta: Array, rows: Arrays, latents: tuple[Mapping[str, Array], Mapping[str, Array]]
+    ) -> dict[str, Array]:
+        """The same with the model run on each row by itself, if it can be: (n, ...). ``latents``: likewise."""
+        if self.whole:
+            return self.site_elements(theta, rows, latents)
+        singles = {name: array[:, None] for name, array in rows.items()}
+        return jax.vmap(lambda row, own: self.site_elements(theta, row, own))(singles, latents)
+
     def find_sparsity(self, rows: Arrays) -> Sparsity | None:
         """The few entries of theta that each term depends on in any row; None if they are many, or theta is short.
 

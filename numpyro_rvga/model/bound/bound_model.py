@@ -111,9 +111,8 @@ class BoundModel(ModelRuns):
             shapes = {n: self.sites[n].unconstrained_shape for n in shared}
             given: PyTree = {n: np.zeros(x, self.dtype) for n, x in shapes.items() if x is not None}
             describe = partial(self._describe, unconstrained=given)
-            described = validation.describe_few(
-                describe, self.example_rows, f"{validation.CHECKED_ROWS} rows", observed
-            )
+            several = self.several(rows)
+            described = validation.describe_few(describe, several, f"{num_rows(several)} rows", observed)
             of_many, _, self._shapes_of_several = described
             of_rows = validation.local_latents(self.sites, of_many, self.row_plates, marginal=marginal)
         elif marginal:
@@ -148,6 +147,11 @@ class BoundModel(ModelRuns):
         some = {name: array[taken] for name, array in rows.items()}
         one = {name: array[:1] for name, array in rows.items()}
         self.example_rows, self.example_row = jax.device_put((some, one), may_alias=False)
+
+    def several(self, rows: Arrays) -> Arrays:
+        """The first of some rows, as many as are read together; the example rows, if there are more of these."""
+        several = {name: array[: validation.MOST_TOGETHER] for name, array in rows.items()}
+        return self.example_rows if num_rows(several) < num_rows(self.example_rows) else several
 
     def _classify(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Observed sites that are terms of rows, and those that are terms of the prior. Of a whole program: all are

@@ -61,12 +61,13 @@ class BoundPrior(BoundModel):
     _arrays_read: Mapping[str, frozenset[str]] = MappingProxyType({})
 
     # ------------------------------------------------------------------ reading it
-    def _find_prior_arrays(self) -> dict[str, frozenset[str]]:
+    def _find_prior_arrays(self, rows: Arrays) -> dict[str, frozenset[str]]:
         """The sites of the prior that read the data, with what they read; see :func:`data_dependence`."""
         if self.whole:  # the rows are part of the program
             return {}
         theta = jax.device_put(np.zeros(self.layout.size, self.dtype))
-        return data_dependence(self._prior_records_of, self.example_row, self.example_rows, theta, self.params.values)
+        several = self.several(rows)
+        return data_dependence(self._prior_records_of, self.example_row, several, theta, self.params.values)
 
     def _prior_records_of(self, rows, theta, params) -> dict[str, SiteRecord]:
         records = self._records(self.layout.unravel(theta), {**rows, PARAMS: params})
@@ -110,9 +111,9 @@ class BoundPrior(BoundModel):
         )
         return prior, constants or prior.constants(usable or {})
 
-    def _read_prior(self, usable: Callable[[], Rows | None], constants: PriorConstants | None) -> None:
+    def _read_prior(self, rows: Arrays, usable: Callable[[], Rows | None], constants: PriorConstants | None) -> None:
         """Set the prior and what depends on it. ``usable``: as :meth:`_read_data_prior` takes it, when it is needed."""
-        self._arrays_read = self._find_prior_arrays()
+        self._arrays_read = self._find_prior_arrays(rows)
         if self._arrays_read:
             self.data_prior, self.constants = self._read_data_prior(None if constants else usable(), constants)
         if self.whole and not self.integrates_row_latents:

@@ -13,13 +13,15 @@ import numpy as np
 from ...core.compilation import at_once, jit_once
 from ..data.arguments import absent_arguments
 from ..data.arrays import BadData
-from ..data.rows import Arrays, Keywords
+from ..data.rows import Arrays, Keywords, num_rows
 from ..handlers.failures import FORWARD, CoupledRows, LocalLatents, LocalStates, needs_numbers
 from ..handlers.tracing import SiteInfo, SiteRecord, run_model, sample_sites
 from ..layout import Layout
 from ..terms.terms import linearize
 
 CHECKED_ROWS = 8
+ROUNDINGS = 1e3  # units in the last place, relative to a term, by which it may differ if taken by itself
+MOST_TOGETHER = 2**17  # rows
 NO_INTEGER = "Indexer must have integer or boolean type"  # of JAX, for arrays that index
 MOST_INTEGRAND_VALUES = 2**24  # in an evaluation of the bound: beyond, latent variables of rows are part of theta
 
@@ -177,21 +179,23 @@ def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
             raise CoupledRows(_coupled_message(name, "one row by itself has no term"))
 
 
-def check_independence(program: Any) -> None:
-    """The terms of a few rows must be the same taken together and one by one."""
-    count, few = CHECKED_ROWS, program.example_rows
-    singles = {name: np.asarray(array)[:, None] for name, array in few.items()}
-    tolerance = 1e3 * float(jnp.finfo(program.dtype).eps)
+def check_independence(program: Any, rows: Arrays) -> None:
+    """The terms of rows must be the same taken together and one by one.
+
+    :param rows: those at hand: models may treat rows by their positions among all of these.
+    """
+    some = program.several(rows)
+    count = num_rows(some)
+    tolerance = ROUNDINGS * float(jnp.finfo(program.dtype).eps)
 
     @jit_once
-    def both(theta, few, singles, latents, own):
-        one_by_one = jax.vmap(lambda row, own: program.site_elements(theta, row, own))(singles, own)
-        return program.site_elements(theta, few, latents), one_by_one
+    def both(theta, some, latents, own):
+        return program.site_elements(theta, some, latents), program.elements_of_each(theta, some, own)
 
     origin = np.zeros(program.layout.size, program.dtype)
     try:
-        latents, own = program.row_latents_of(few, np.random.default_rng(0))
-        together, alone = jax.eval_shape(both, origin, few, singles, latents, own)
+        latents, own = program.row_latents_of(some, np.random.default_rng(0))
+        together, alone = jax.eval_shape(both, origin, some, latents, own)
     except (TypeError, ValueError) as error:
         site = program.terms[0].site
         raise CoupledRows(_coupled_message(site, f"on {count} rows the model fails: {error}")) from error
@@ -204,18 +208,23 @@ def check_independence(program: Any) -> None:
     for seed in range(3):
         rng = np.random.default_rng(seed)
         theta = rng.normal(0.0, 0.5, program.layout.size).astype(program.dtype)
-        joint, single = jax.device_get(both(theta, few, singles, *program.row_latents_of(few, rng)))
+        joint, single = jax.device_get(both(theta, some, *program.row_latents_of(some, rng)))
         for name in joint:
-            total, parts = np.sum(np.asarray(joint[name], np.float64)), np.asarray(single[name], np.float64)
-            if not np.isfinite(total):
-                continue
-            differ = abs(total - parts.sum()) > tolerance * max(np.abs(parts).sum(), 1.0)
-            if differ or not np.isfinite(parts).all():
+            terms, parts = (np.ravel(np.asarray(x[name], np.float64)) for x in (joint, single))
+            if np.isfinite(terms).any() and not _are_equal(terms, parts, tolerance):
                 raise CoupledRows(
                     _coupled_message(
-                        name, f"{count} rows together have log density {total:.6g}, one by one {parts.sum():.6g}"
+                        name, f"{count} rows together have log density {terms.sum():.6g}, one by one {parts.sum():.6g}"
                     )
                 )
+
+
+def _are_equal(terms: np.ndarray, parts: np.ndarray, tolerance: float) -> bool:
+    """Whether terms are the same in any order; or their sums, where some are sums of others."""
+    if terms.size == parts.size:
+        return np.allclose(np.sort(terms), np.sort(parts), tolerance, tolerance, equal_nan=True)
+    size = max(np.abs(parts).sum(), 1.0)
+    return np.allclose(terms.sum(), parts.sum(), 0.0, tolerance * size, equal_nan=True)
 
 
 def _coupled_message(name: str, why: str) -> str:
