@@ -180,7 +180,7 @@ def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
 
 
 def check_independence(program: Any, rows: Arrays) -> None:
-    """The terms of rows must be the same taken together and one by one.
+    """The terms of rows must be those that the model has of all rows together.
 
     :param rows: those at hand: models may treat rows by their positions among all of these.
     """
@@ -190,7 +190,11 @@ def check_independence(program: Any, rows: Arrays) -> None:
 
     @jit_once
     def both(theta, some, latents, own):
-        return program.site_elements(theta, some, latents), program.elements_of_each(theta, some, own)
+        together = program.site_elements(theta, some, latents)
+        if program.local_names:
+            return together, program.elements_of_each(theta, some, own)
+        inputs = {**program.inputs(some), **program.shared}
+        return together, {terms.site: terms.log_probs(theta, inputs) for terms in program.terms}
 
     origin = np.zeros(program.layout.size, program.dtype)
     try:
@@ -200,8 +204,8 @@ def check_independence(program: Any, rows: Arrays) -> None:
         site = program.terms[0].site
         raise CoupledRows(_coupled_message(site, f"on {count} rows the model fails: {error}")) from error
     for name, terms in together.items():
+        size = alone[name].shape[1]
         if alone[name].size != terms.size and program.plates[name]:
-            size = alone[name].shape[1]
             raise CoupledRows(
                 _coupled_message(name, f"it has {size} terms for one row and {terms.shape[0]} for {count}")
             )
@@ -209,7 +213,7 @@ def check_independence(program: Any, rows: Arrays) -> None:
         rng = np.random.default_rng(seed)
         theta = rng.normal(0.0, 0.5, program.layout.size).astype(program.dtype)
         joint, single = jax.device_get(both(theta, some, *program.row_latents_of(some, rng)))
-        for name in joint:
+        for name in single:
             terms, parts = (np.ravel(np.asarray(x[name], np.float64)) for x in (joint, single))
             if np.isfinite(terms).any() and not _are_equal(terms, parts, tolerance):
                 raise CoupledRows(
