@@ -13,6 +13,7 @@ from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC
 from numpyro.infer.reparam import LocScaleReparam
 from scipy import stats
+from scipy.integrate import cumulative_trapezoid
 from scipy.special import logsumexp
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
@@ -413,6 +414,35 @@ def test_float32_finds_the_same():
         posterior = FixedPointVI(eight_schools, integrate="auto").run(single, progress_bar=False)
         assert posterior.mean.dtype == jnp.float32
         np.testing.assert_allclose(posterior.elbo, exact_schools()[0], atol=5e-3)
+
+
+def centered_binary(group, y=None):
+    mean, scale = numpyro.sample("mean", dist.Normal(0.0, 2.0)), numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("groups", 8):
+        effect = numpyro.sample("effect", dist.Normal(mean, scale))
+    with numpyro.plate("rows", len(group)):
+        numpyro.sample("y", dist.Bernoulli(logits=effect[group]), obs=y)
+
+
+@pytest.mark.parametrize("is_double", [True, False])
+def test_estimates_by_importance_are_right_where_a_scale_is_next_to_zero(is_double):
+    """There, effects and their mean are nearly the same, which leaves no digits to float32."""
+    rng = np.random.default_rng(0)
+    group, y = rng.integers(0, 8, 60), (rng.random(60) < 0.6).astype(int)
+    with jax.enable_x64(is_double):
+        method = FixedPointVI(centered_binary, integrate=["scale"], marginal="importance")
+        posterior = method.run({"group": group, "y": y}, progress_bar=False)
+        elbo, quantiles = posterior.elbo, posterior.quantiles([0.1, 0.5, 0.9])["scale"]
+    node, weight = np.polynomial.hermite_e.hermegauss(30)
+    weight /= weight.sum()
+    scale, mean = np.linspace(0.0, 5.0, 1001), np.linspace(-6.0, 6.0, 201)
+    effect = mean[:, None] + scale[:, None, None] * node  # (scale, mean, effect)
+    successes, failures = (np.bincount(group[y == k], minlength=8)[:, None, None, None] for k in (1, 0))
+    of_groups = np.exp(-successes * np.logaddexp(0.0, -effect) - failures * np.logaddexp(0.0, effect)) @ weight
+    of_scale = np.prod(of_groups, axis=0) @ stats.norm.pdf(mean, 0.0, 2.0) * (mean[1] - mean[0])
+    mass = cumulative_trapezoid(of_scale * 2 * stats.norm.pdf(scale), scale, initial=0)
+    np.testing.assert_allclose(elbo, np.log(mass[-1]), atol=3e-3)
+    np.testing.assert_allclose(quantiles, np.interp([0.1, 0.5, 0.9], mass / mass[-1], scale), atol=0.01)
 
 
 # ---------------------------------------------------------------------- what is integrated, and what is refused

@@ -30,6 +30,7 @@ REPETITIONS = 8  # of the quasi-random points, whose differences estimate the er
 NUM_DRAWS = 16  # of each, for one shared entry; as many times more as there are of these, up to
 MOST_DRAWS = 256
 EVALUATIONS = 2**18  # of factors at once
+MOST_ROUNDING = 0.02  # nats: what sums of large numbers that cancel may leave
 
 
 class Partition(NamedTuple):
@@ -106,27 +107,31 @@ def log_integral(
     precision: Array,
     groups: Partition,
 ) -> Estimate:
-    """The log of the integral of exp(base + sum of the summands), over (2 pi)^(P / 2).
+    """The log of the integral of exp(base + sum of the summands), over (2 pi)^(P / 2). NaN where rounding leaves none.
 
     :param base: about q's mean, as are the summands. :param precision: of q, (P, P).
     """
     shared, members = groups.shared, groups.members
     dtype, (count, largest) = precision.dtype, members.shape
     draws, nodes, log_weights = (jnp.asarray(x, dtype) for x in standard_nodes(groups))
-    padded = jnp.pad(precision, (0, 1)).at[-1, -1].set(1)
-    padded_base = jnp.pad(base.precision, (0, 1)).at[-1, -1].set(1)
+    padded, padded_base = (jnp.pad(x, (0, 1)).at[-1, -1].set(1) for x in (precision, base.precision))
     linear = jnp.pad(base.linear, (0, 1))
+    flat, is_entry = members.ravel(), members.ravel() < len(precision)
+    pairs = jnp.asarray(is_entry & is_entry[:, None]) | jnp.eye(flat.size, dtype=bool)
     pad = jnp.asarray(members[:, :, None] != members[:, None, :]) | jnp.eye(largest, dtype=bool)
 
     def within(matrix):  # of each group, (G, D, D); the identity for what pads it
         return jnp.where(pad, matrix[members[:, :, None], members[:, None, :]], 0)
 
-    root = jax.vmap(cholesky)(within(padded))
-    across, across_base = (x[members][:, :, shared] for x in (padded, padded_base))  # (G, D, S)
-    solved = jax.vmap(solve_lower)(root, across)  # root^-1 across
-    regression = -jax.vmap(lambda r, b: solve_lower(r, b, transpose=True))(root, solved)  # E[x_c | s] = regression s
+    # q itself may couple groups a little: a search for another h has left it so.
+    root_of_all = cholesky(jnp.where(pairs, padded[np.ix_(flat, flat)], 0))
+    solved = solve_lower(root_of_all, padded[np.ix_(flat, shared)])
+    regression = -solve_lower(root_of_all, solved, transpose=True).reshape(count, largest, -1)  # E[x_c | s] = . s
+    inverse = solve_lower(root_of_all, jnp.eye(flat.size, dtype=dtype)).reshape(-1, count, largest)
+    root = jax.vmap(cholesky)(jnp.linalg.inv(jnp.einsum("kgd,kge->gde", inverse, inverse)))  # of q(x_c | s)
+    across_base = padded_base[members][:, :, shared]  # (G, D, S)
     steps = jax.vmap(lambda r: solve_lower(r, nodes.T, transpose=True).T)(root)  # (G, L, D)
-    between = precision[np.ix_(shared, shared)] - jnp.einsum("gds,gdt->st", solved, solved)
+    between = precision[np.ix_(shared, shared)] - solved.T @ solved
     shared_root = cholesky(between) if len(shared) else between
     log_determinants = jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1)
     grouped = [[_grouped(summand, groups) for summand in chunk] for chunk in chunks]
@@ -136,21 +141,24 @@ def log_integral(
         x = (regression @ s)[:, None] + steps  # (G, L, D)
         quadratic = jnp.einsum("gld,gde,gle->gl", x, within(padded_base), x)
         h = linear[members] - across_base @ s
-        of_groups = jnp.einsum("gd,gld->gl", h, x) - 0.5 * quadratic + 0.5 * jnp.sum(nodes**2, axis=1) + log_weights
+        linear_part = jnp.einsum("gd,gld->gl", h, x)
+        of_groups = linear_part - 0.5 * quadratic + 0.5 * jnp.sum(nodes**2, axis=1) + log_weights
         by_group = [_by_group(summand, s, x) for chunk in grouped for summand in chunk]
         values = sum(by_group, jnp.zeros((count + 1, len(nodes)), dtype))
         groups_total = logsumexp(of_groups + values[:count], axis=1) - log_determinants
         base_shared = base.linear[shared] @ s - 0.5 * s @ base.precision[np.ix_(shared, shared)] @ s
         of_shared = base_shared + values[count, 0] + 0.5 * z @ z - jnp.sum(jnp.log(jnp.diagonal(shared_root)))
-        return of_shared + jnp.sum(groups_total)
+        largest_parts = jnp.max(jnp.abs(linear_part) + jnp.abs(quadratic), axis=1)
+        return of_shared + jnp.sum(groups_total), jnp.sum(largest_parts)
 
     size = len(nodes) * max(1, sum(len(summand.predictors) for chunk in chunks for summand in chunk))
-    flat = draws.reshape(draws.shape[0] * draws.shape[1], len(shared))
-    log_ratios = lax.map(log_ratio, flat, batch_size=int(np.clip(EVALUATIONS // size, 1, len(flat))))
+    all_draws = draws.reshape(draws.shape[0] * draws.shape[1], len(shared))
+    log_ratios, sizes = lax.map(log_ratio, all_draws, batch_size=int(np.clip(EVALUATIONS // size, 1, len(all_draws))))
     by_repetition = logsumexp(log_ratios.reshape(draws.shape[:2]), axis=1) - jnp.log(draws.shape[1])
     total = logsumexp(by_repetition) - jnp.log(len(by_repetition))
     error = jnp.std(jnp.exp(by_repetition - total)) / np.sqrt(max(len(by_repetition) - 1, 1))
-    return Estimate(jnp.asarray(base.constant) + total, error)
+    is_rounding = jnp.max(sizes) * jnp.finfo(dtype).eps > MOST_ROUNDING
+    return Estimate(jnp.where(is_rounding, jnp.nan, jnp.asarray(base.constant) + total), error)
 
 
 class _Grouped(NamedTuple):

@@ -66,9 +66,9 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
     x_means, x_roots = zip(*[of_x[id(point)] for point in kept.values()])
     x_means, x_roots = np.array(x_means), stacked(x_roots)
     points = marginal.estimated(list(kept.values()))
-    bounds = np.array([point.evidence for point in points])
-    highest = bounds.max()
-    mass = np.exp(bounds - highest)
+    evidences = np.array([point.evidence for point in points])
+    highest = evidences.max()
+    mass = np.exp(evidences - highest)
     log_evidence = highest + np.log(mass.sum()) + np.linalg.slogdet(scale)[1]
     mass /= mass.sum()
     if mass @ [_is_beside_nothing(index, lattice) for index in kept] > MOST_MISSED:
@@ -91,9 +91,9 @@ def integrate_lattice(marginal: Marginal, mode: Mode, moments: Moments) -> Integ
     }
     if isinstance(design.roots, np.ndarray):
         gradients = np.array([marginal.with_gradient(point.h, point).gradient for point in points])
-        if not _are_slopes_of(kept, bounds, gradients, scale):
-            gradients = _lattice_slopes(kept, bounds[:, None], scale)[:, 0]
-        design = _refined(list(kept), design, bounds, gradients)
+        if not _are_slopes_of(kept, evidences, gradients, scale):
+            gradients = _lattice_slopes(kept, evidences[:, None], scale)[:, 0]
+        design = _refined(list(kept), design, evidences, gradients)
     design = design._replace(mass=kernel_weights(design.h, design.mass, design.kernel))
     return Integral.over(points, mass, design, float(log_evidence), info)
 
@@ -172,9 +172,9 @@ def _change(bounds: np.ndarray, means: np.ndarray, variances: np.ndarray, some: 
     return float(np.max(changes))
 
 
-def _are_slopes_of(kept: dict, bounds: np.ndarray, gradients: np.ndarray, scale: np.ndarray) -> bool:
-    """Whether bounds (K,) differ between neighbors by about what their gradients (K, d) foretell: in single precision,
-    these may be rounding."""
+def _are_slopes_of(kept: dict, evidences: np.ndarray, gradients: np.ndarray, scale: np.ndarray) -> bool:
+    """Whether log evidences (K,) differ between neighbors by about what their gradients (K, d) foretell: in single
+    precision, these may be rounding."""
     if not np.isfinite(gradients).all():
         return False
     number, along = {index: k for k, index in enumerate(kept)}, gradients @ scale
@@ -184,7 +184,7 @@ def _are_slopes_of(kept: dict, bounds: np.ndarray, gradients: np.ndarray, scale:
             if other is None:
                 continue
             rise = 0.5 * (along[k, axis] + along[other, axis])
-            if abs(bounds[other] - bounds[k] - rise) > MOST_FORETOLD_WRONGLY * max(1.0, abs(rise)):
+            if abs(evidences[other] - evidences[k] - rise) > MOST_FORETOLD_WRONGLY * max(1.0, abs(rise)):
                 return False
     return True
 
@@ -201,13 +201,13 @@ def _lattice_slopes(kept: dict, means: np.ndarray, scale: np.ndarray) -> np.ndar
     return along @ np.linalg.inv(scale)
 
 
-def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, gradients: np.ndarray) -> Design:
+def _refined(kept: list[tuple[int, ...]], design: Design, evidences: np.ndarray, gradients: np.ndarray) -> Design:
     """The design on a finer lattice, by interpolation.
 
     With the hat functions of the coarse lattice, sum hat_k (f_k + f'_k (h - h_k) / 2) is exact for quadratic f. The
     standard deviations of x given h are interpolated as logarithms.
 
-    :param gradients: of the bounds, (K, d).
+    :param evidences: log evidences (K,). :param gradients: of these, (K, d).
     """
     size = len(kept[0])
     assert isinstance(design.roots, np.ndarray)
@@ -244,7 +244,7 @@ def _refined(kept: list[tuple[int, ...]], design: Design, bounds: np.ndarray, gr
     for corner, hat in zip(corners.T, hats.T):
         roots += hat[:, None, None] * correlations[corner]
     roots *= (fine_deviations / np.linalg.norm(roots, axis=2))[:, :, None]
-    levels = interpolated(bounds, gradients)
+    levels = interpolated(evidences, gradients)
     mass = np.exp(levels - levels.max())
     slopes = np.einsum("fc,fcpd->fpd", hats, design.slopes[corners])
     means = interpolated(design.means, design.slopes)
