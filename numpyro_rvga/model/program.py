@@ -144,7 +144,7 @@ class Program(BoundLikelihood):
         """The data as arrays by argument name, checked for names, lengths, finite values, shapes and indices.
 
         :param predicted: whether the rows are to be predicted: then what predictions do not depend on may be left out.
-        :raises ValueError: naming arrays that are left out although the run had them.
+        :raises ValueError: naming arrays that are left out although the run had them, or given though it had not.
         """
         if self.whole:
             rows = self.as_taken(whole_data_again(self.model, data, self.model_kwargs))
@@ -154,6 +154,8 @@ class Program(BoundLikelihood):
             rows = {name: as_integers(array, like[name]) if name in like else array for name, array in rows.items()}
         needed = self._prediction_arrays if predicted else set(self.example_row) - self._outcome_arrays
         self.check_given(rows, needed)
+        if not (self.whole or predicted):
+            self._check_known(rows)
         if not self.whole:
             check_row_shapes(rows, row_shapes(self.example_row), "that the posterior has absorbed")
         for check in self._index_checks if predicted else [*self._index_checks, *self._row_checks]:
@@ -193,11 +195,19 @@ class Program(BoundLikelihood):
     def rows_to_absorb(self, data: Arrays) -> dict[str, Array]:
         """Data arrays of the same form as JAX's, which may be traced, without reading their values.
 
-        :raises ValueError: for arrays that are left out.
+        :raises ValueError: for arrays that are left out, or that the model was not read with.
         """
         rows = {name: as_jax_array(name, array) for name, array in data.items() if array is not None}
         self.check_given(rows, self.example_row)
+        self._check_known(rows)
         return rows
+
+    def _check_known(self, rows: Collection[str]) -> None:
+        others = sorted(set(rows) - set(self.example_row))
+        if others:
+            raise ValueError(
+                f"the posterior was fitted without data array {others[0]!r}: leave it out, or run() again with it."
+            )
 
     def check_rows(self, rows: Mapping[str, np.ndarray], first_row: int = 0) -> None:
         """:raises ValueError: naming array and row of an observed value outside its distribution's support, or of an

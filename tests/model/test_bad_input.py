@@ -596,3 +596,17 @@ def test_updates_with_other_columns_name_the_array_and_both_shapes(method):
     posterior = method(linear).run({"X": X, "y": X[:, 0]}, progress_bar=False)
     with pytest.raises(ValueError, match=r"'X' has rows of shape \(3,\), and those .* absorbed have \(2,\)"):
         posterior.update({"X": np.ones((5, 3)), "y": np.ones(5)}, progress_bar=False)
+
+
+@pytest.mark.parametrize("method", [RVGA, BONG])
+def test_updates_with_an_array_that_the_model_was_not_read_with_are_refused_by_name(method):
+    def levels(x, y=None, zone=None):
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        with numpyro.plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(b + x[:, None], 1.0).to_event(1), obs=y)
+
+    data = {"x": X[:, 0], "y": np.stack([Y, Y, Y], axis=1) + 0.0}
+    inference = method(levels)
+    state = inference.init(data)
+    with pytest.raises(ValueError, match="fitted without data array 'zone'"):
+        inference.update(state, data | {"zone": np.zeros(NUM_ROWS, np.int32)})

@@ -188,8 +188,28 @@ def test_tuple_and_named_data_agree(plain):
     assert_same(laplace(row_plate, (X, Y)), plain)
 
 
-def test_variadic_models_take_tuples(plain):
-    assert_same(laplace(lambda *arrays: row_plate(*arrays), (X, Y)), plain)
+@pytest.mark.parametrize(
+    "model, data",
+    [
+        (lambda *arrays: row_plate(*arrays), (X, Y)),
+        (lambda X, *outcomes: row_plate(X, outcomes[0]), (X, Y)),
+        (lambda X, y, /: row_plate(X, y), (X, Y)),
+        (lambda X, y, /: row_plate(X, y), DATA),
+    ],
+    ids=["all", "after a name", "by position", "by position, from names"],
+)
+def test_models_take_arguments_by_position(plain, model, data):
+    assert_same(laplace(model, data), plain)
+
+
+def test_more_than_ten_arrays_by_position_keep_their_order():
+    def model(*arrays):
+        mean = numpyro.sample("mean", dist.Normal(0.0, 100.0))
+        with numpyro.plate("rows", len(arrays[0])):
+            numpyro.sample("y", dist.Normal(mean, 1.0), obs=arrays[11])
+
+    posterior = RVGA(model).run(tuple(np.full(200, float(i)) for i in range(12)), progress_bar=False)
+    np.testing.assert_allclose(posterior.mean, 11.0, atol=1e-3)
 
 
 def test_lists_and_jax_arrays_are_data(plain):

@@ -71,10 +71,10 @@ class Reading:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), row)
         jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(theta, *abstract)
         self._theta_node = Node(AFFINE, theta.shape, theta.dtype, name="theta")
-        leaves = jax.tree.leaves(abstract)
-        self._row_nodes = [Node(CONSTANT, x.shape, x.dtype, name="row") for x in leaves]
+        leaves = jax.tree.leaves_with_path(abstract)
+        self._row_nodes = {path: Node(CONSTANT, x.shape, x.dtype, name="row") for path, x in leaves}
         inputs = [Value(theta.shape, theta.dtype, self._theta_node, None)]
-        inputs += [Value(x.shape, x.dtype, None, n) for x, n in zip(leaves, self._row_nodes)]
+        inputs += [Value(x.shape, x.dtype, None, self._row_nodes[path]) for path, x in leaves]
         outputs = self._graph.interpret(jaxpr.jaxpr, jaxpr.consts, inputs)
         self._outputs = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
@@ -114,8 +114,8 @@ class Reading:
         affine_nodes = [leaf.stands_for for leaf in leaves]
 
         def bind_row(row):
-            flat = jax.tree.leaves(row)
-            return {n.serial: jnp.reshape(x, n.shape) for n, x in zip(row_nodes, flat)}
+            known = [(row_nodes[path], x) for path, x in jax.tree.leaves_with_path(row) if path in row_nodes]
+            return {n.serial: jnp.reshape(x, n.shape) for n, x in known}
 
         def affine_values(theta_value, row):
             environment = bind_row(row) | {theta_node.serial: jnp.reshape(theta_value, theta_node.shape)}

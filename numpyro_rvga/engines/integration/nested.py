@@ -125,7 +125,7 @@ class Marginal:
         evidence, error = float(estimate.value), float(estimate.error)
         if not (np.isfinite(evidence) and np.isfinite(error)):  # rounding has left none: L is a bound on it still
             return point
-        return point._replace(evidence=max(evidence, point.bound), error=error)
+        return point._replace(evidence=evidence, error=error)
 
     def __call__(self, h: np.ndarray, near: Point | None = None) -> Point:
         """L at h. The solve starts from the q of ``near``, or of the nearest point in the cache."""

@@ -167,10 +167,14 @@ def _finite(array: np.ndarray) -> np.ndarray:
 
 
 def split_call(model: Callable, rows: Arrays, model_kwargs: Keywords) -> tuple[tuple, dict]:
-    """(args, kwargs) for a call of the model: ``*args`` parameters positionally, all others by name."""
-    variadic = _variadic_name(model)
-    args = tuple(rows[k] for k in rows if variadic and k.startswith(f"{variadic}["))
-    return args, {k: v for k, v in {**rows, **model_kwargs}.items() if not (variadic and k.startswith(f"{variadic}["))}
+    """(args, kwargs) for a call of the model: ``*args`` parameters positionally, with those before them, all others by
+    name."""
+    named, variadic = {**rows, **model_kwargs}, _variadic_name(model)
+    numbers = {int(name[len(variadic) + 1 : -1]): name for name in rows if variadic and name.startswith(f"{variadic}[")}
+    kinds = {inspect.Parameter.POSITIONAL_ONLY} | ({inspect.Parameter.POSITIONAL_OR_KEYWORD} if numbers else set())
+    names = [p.name for p in _parameters(model) if p.kind in kinds and p.name in named]
+    names += [numbers[number] for number in sorted(numbers)]
+    return tuple(named[name] for name in names), {name: x for name, x in named.items() if name not in names}
 
 
 def refuse_frames(data: Any) -> None:
@@ -211,7 +215,7 @@ def _check_names(model: Callable, given: list[str]) -> None:
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return
     variadic = _variadic_name(model)
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for name in given:
         if name not in names and not (variadic and name.startswith(f"{variadic}[")):
             raise BadData(
