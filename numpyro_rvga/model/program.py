@@ -73,7 +73,8 @@ class Program(BoundLikelihood):
     def _find_checks(self) -> tuple[list[Callable], list[RowCheck]]:
         """The checks of all data at once, and those of single rows."""
         if self.whole:
-            of_support = [partial(check_whole_support, self, site) for site in self.observed_sites]
+            given = [site for site in self._row_sites if not self.sites[site].is_auxiliary]
+            of_support = [partial(check_whole_support, self, site) for site in given]
             return [*of_support, partial(check_whole_indices, self._observed_parameters)], []
         of_support = [support_check(self, site) for site in self.observed_sites]
         return [], [*of_support, *self._index_checks, *self._row_checks]

@@ -13,7 +13,6 @@ from numpyro.infer import Predictive
 from ..core.compilation import Compiled
 from ..model import Program
 from ..model.data.rows import Arrays, num_rows
-from ..model.handlers.tracing import RowRunner
 
 
 class ForwardRuns:
@@ -44,24 +43,31 @@ class ForwardRuns:
     ) -> dict[str, Array]:
         """:param own_arrays: of the program's own rows, whose values the model may read."""
         rows = rows | {name: self._program.example_rows[name] for name in own_arrays}
-        model = Unconditioned(self._program.runner(num_rows(rows)))
+        model = Unconditioned(self._program, num_rows(rows))
         arguments, keywords = self._program.call_arguments(rows)
         with self._program.evaluating():
             return Predictive(model, latents, return_sites=list(names))(rng_key, *arguments, **keywords)
 
 
 class Unconditioned(handlers.uncondition):
-    """Draws outcomes, also of the steps of NumPyro's scan. Their distributions are stacked: NumPyro adds the leading
-    axis to their own batch shape, but not to those of the distributions that they are made of, by which they are drawn.
+    """A program's model on so many rows, with outcomes drawn, also those of the steps of NumPyro's scan. Latent sites
+    that the user holds fixed keep their values.
+
+    Distributions of steps are stacked: NumPyro adds the leading axis to their own batch shape, but not to those of the
+    distributions that they are made of, by which they are drawn.
     """
 
-    def __init__(self, runner: RowRunner):
-        super().__init__(runner)
-        self._runner = runner
+    def __init__(self, program: Program, num_rows: int):
+        self._runner = program.runner(num_rows)
+        super().__init__(self._runner)
+        self._outcomes = frozenset(program.observed_sites)
 
     def process_message(self, msg: dict) -> None:
-        super().process_message(msg)
-        if msg["type"] == "sample" and msg["name"] in self._runner.scanned:
+        if msg["type"] != "sample":
+            return
+        if msg["name"] in self._outcomes:
+            super().process_message(msg)
+        if msg["name"] in self._runner.scanned:
             msg["fn"] = _stacked(msg["fn"])
 
 

@@ -210,7 +210,7 @@ def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, 
         """The values of the sites, and which of them have grown besides those of ``names``."""
         fitted = program.constrain(theta)
         latents = {name: fitted[name] for name in program.layout.site_names}
-        model = Unconditioned(program.runner(num_rows(rows)))
+        model = Unconditioned(program, num_rows(rows))
         completed = Completion(handlers.seed(model, key), latents)
         arguments, keywords = program.call_arguments(rows)
         with handlers.block(), program.evaluating():

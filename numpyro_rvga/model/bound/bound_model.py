@@ -49,7 +49,8 @@ class BoundModel(ModelRuns):
     :param params: values of the ``numpyro.param`` sites, in unconstrained space; default: where the model starts them.
     :param row_plates: plates over the rows, from an earlier reading, if ``rows`` are a few.
     :param row_facts: facts of latent variables of single rows, from an earlier reading.
-    :ivar plates: names of the plates around each site. :ivar observed_sites: without auxiliary factors.
+    :ivar plates: names of the plates around each site.
+    :ivar observed_sites: those with outcomes: no auxiliary factors, and no latent sites that the user holds fixed.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class BoundModel(ModelRuns):
         self._choose_examples(rows)
         self._read_sites(rows, observed, row_facts, marginal=options.local == "marginal")
         self._row_sites, self._prior_sites = self._classify()
-        self.observed_sites = tuple(s for s in self._row_sites if not self.sites[s].is_auxiliary)
+        self.observed_sites = self._find_observed()
         if not self.whole:
             validation.check_has_terms({name: self.sites[name] for name in self._row_sites})
             validation.check_has_outcome(self._row_sites, model, [*rows, *self.model_kwargs])
@@ -168,6 +169,28 @@ class BoundModel(ModelRuns):
         depends = depends_on(observed_elements, self.example_row)
         of_rows = [n for n in observed if depends[n] or self.row_plates & set(self.sites[n].plates)]
         return tuple(of_rows), tuple(n for n in observed if n not in of_rows)
+
+    def _find_observed(self) -> tuple[str, ...]:
+        """The sites with outcomes. In a whole program, a site is held fixed if its density does not change when rows
+        are drawn from all with replacement, nor is its value a data array."""
+        sites = tuple(name for name in self._row_sites if not self.sites[name].is_auxiliary)
+        if not self.whole or len(sites) < 2:
+            return sites
+        own, drawn = self.example_row, dict(self.example_row)
+        for name, array in own.items():
+            if np.size(array) and np.ndim(array):
+                drawn[name] = array[np.random.default_rng(0).integers(len(array), size=len(array))]
+
+        def elements_of(rows: Arrays) -> dict[str, Array]:
+            records = self._records({}, rows, self._any_key)
+            return {name: elements(records[name]) for name in sites}
+
+        try:
+            before, after = (self.jitted(elements_of, rows) for rows in (own, drawn))
+        except Exception:  # the model may refuse rows that are not as it expects
+            return sites
+        same = {name for name in sites if np.array_equal(before[name], after[name])}
+        return tuple(name for name in sites if name not in same or self.outcome_arrays(name))
 
     def _find_row_latents(self, continuous: Layout, rows: Arrays, facts: RowFacts | None) -> LocalSites:
         """The latent variables of single rows, with the states of the discrete ones in all rows at hand."""

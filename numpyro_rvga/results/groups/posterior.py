@@ -25,6 +25,7 @@ from ...model.data.rows import Data, num_rows
 from ...model.members import Members
 from ...options import Info, is_count
 from ...streams.arrow import pyarrow_at_hand
+from ..forward import Unconditioned
 from .parts import LocalPlate, numbered, read_rows
 
 MEAN, DEVIATION, SLOPE, ROOT = "{}.mean", "{}.sd", "given_shared.slope", "given_shared.root"
@@ -173,7 +174,7 @@ class GroupPosterior:
         rows = {name: jnp.asarray(array) for name, array in (rows | {plate.index: number}).items()}
         arguments, keywords = split_call(program.model, rows, {**program.model_kwargs, plate.size: len(labels)})
         names = sorted({*program.observed_sites, *program.of_rows})
-        model = handlers.uncondition(program.runner(len(number)))
+        model = Unconditioned(program, len(number))
         return Predictive(model, sites, return_sites=names)(model_key, *arguments, **keywords)
 
     def _new(self, rng_key: Array, shared: dict[str, Array], count: int) -> dict[str, Array]:
