@@ -156,7 +156,7 @@ def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> 
     program = posterior.program
     if program.whole:
         raise NotImplementedError(
-            "the model has a latent value for each row, so its rows cannot be predicted one by one: use "
+            "the rows of this posterior are one joint solve, and cannot be predicted one by one: use "
             "posterior.predictive."
         )
     rows = rows_with_outcome(program, data)

@@ -9,23 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.primitives import Messenger
 
 from ..core.compilation import jit
 from ..core.gaussians.mixture import GaussianMixture
 from ..model import Program
 from ..model.bound.local_draws import draw_row_latents
 from ..model.data.rows import Arrays, Data, num_rows
-from ..model.handlers.tracing import base_distribution
 from ..model.terms.site_terms import unconstrained_parameters
 from ..options import check_choice, check_count
 from .fitted import Fitted
-from .forward import Unconditioned
+from .joined_rows import JoinedRows
 from .log_joint import rows_with_outcome
 
 PROBIT_SCALE = math.sqrt(8 / math.pi)
@@ -56,6 +52,7 @@ def predictive(
     :param rng_key: random key; ``closed_form`` needs none.
     :param data: rows as :meth:`RVGA.run` takes them, with or without the outcome. They may be new even where the
         model has a latent value for each row, as in Gaussian processes: those of new rows are drawn given the rest.
+        Numbers that the model computes of all rows, as a mean, must not change with them.
     :param num_samples: the number of draws.
     :param method: ``"monte_carlo"`` draws parameters from q and runs the model forward with every observed site
         drawn anew. ``"linearized"`` does so with the observed distributions' parameters linearized at the mean of
@@ -65,7 +62,8 @@ def predictive(
     :return: for draws the observed sites and the deterministic sites inside the row plate, of shape
         ``(num_samples, *site_shape)``; for ``closed_form`` a dict ``{"mean": ..., "variance": ...}`` of arrays of
         shape ``(num_rows, *element_shape)`` for each observed site.
-    :raises ValueError: if ``method`` is unknown or needs ``rng_key``, or ``data`` are invalid.
+    :raises ValueError: if ``method`` is unknown or needs ``rng_key``, ``data`` are invalid, or new rows change what the
+        model computes of those that it was fitted to.
     :raises NotImplementedError: if ``method`` is ``"closed_form"`` and an observed site is not logistic.
     """
     check_choice("method", method, (*DRAWN, "closed_form"))
@@ -87,10 +85,10 @@ def monte_carlo(posterior: Fitted, rng_key: Array, data: Data, num_samples: int)
 def plugin(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) -> dict[str, Array]:
     """Predictions at the mean of q.
 
-    :raises NotImplementedError: if the model has a latent value for each row.
+    :raises NotImplementedError: if the rows are one joint solve, or have latent values of their own.
     """
     program = posterior.program
-    _refuse_latents_of_rows(program, "plugin")
+    _refuse_coupled_rows(program, "plugin")
     rows = program.rows(data, predicted=True)
     return at_draws(posterior, rng_key, rows, jnp.tile(posterior.mean, (num_samples, 1)))
 
@@ -99,11 +97,10 @@ def linearized(posterior: Fitted, rng_key: Array, data: Data, num_samples: int) 
     """The same with the parameters of the observed distributions, in unconstrained space, linearized in theta at the
     mean of q.
 
-    :raises NotImplementedError: if the model has a latent value for each row, or the parameters of an observed
-        distribution cannot be named.
+    :raises NotImplementedError: as :func:`plugin`, and if the parameters of an observed distribution cannot be named.
     """
     program = posterior.program
-    _refuse_latents_of_rows(program, "linearized")
+    _refuse_coupled_rows(program, "linearized")
     rows = {name: jnp.asarray(values) for name, values in program.rows(data, predicted=True).items()}
     arguments, keywords = program.call_arguments(rows)
     predicted, built = sorted(_predicted(program)), {}
@@ -143,8 +140,13 @@ def _shifted(center: Array, change: Array) -> Array:
     return center if change.dtype == jax.dtypes.float0 else center + change  # integers do not move
 
 
-def _refuse_latents_of_rows(program: Program, method: str) -> None:
-    if program.whole or program.local_names:
+def _refuse_coupled_rows(program: Program, method: str) -> None:
+    if program.whole:
+        raise NotImplementedError(
+            f"the rows of this posterior are one joint solve, which method={method!r} cannot do: use "
+            "method='monte_carlo'."
+        )
+    if program.local_names:
         raise NotImplementedError(
             f"the model has a latent value for each row, which method={method!r} would pass over: use "
             "method='monte_carlo'."
@@ -161,7 +163,7 @@ def at_draws(posterior: Fitted, rng_key: Array, rows: Arrays, theta: Array) -> d
     program = posterior.program
     predicted = _predicted(program)
     if program.whole and not program.holds(rows):
-        return _at_new_rows(posterior, rng_key, rows, theta, predicted)
+        return JoinedRows(program, rows)(rng_key, theta, predicted)
     return _forward(posterior, rng_key, rows, theta, predicted)
 
 
@@ -198,81 +200,6 @@ def _forward(
     sites = posterior.constrain_latents(theta)
     latents = {name: sites[name] for name in posterior.site_names}
     return posterior.forward_runs(rng_key, {**latents, **(local or {})}, rows, names) if names else {}
-
-
-def _at_new_rows(posterior, rng_key, rows, theta, names: set[str]) -> dict[str, Array]:
-    """Run the model on the rows that it was fitted to and the new ones together, latent sites that have grown completed
-    by draws given those that are in the posterior."""
-    program = posterior.program
-    both = {name: _joined(program.example_rows[name], rows[name]) for name in rows}
-
-    def run(key: Array, theta: Array, rows: Arrays) -> tuple[dict[str, Array], set[str]]:
-        """The values of the sites, and which of them have grown besides those of ``names``."""
-        fitted = program.constrain(theta)
-        latents = {name: fitted[name] for name in program.layout.site_names}
-        model = Unconditioned(program, num_rows(rows))
-        completed = Completion(handlers.seed(model, key), latents)
-        arguments, keywords = program.call_arguments(rows)
-        with handlers.block(), program.evaluating():
-            trace = handlers.trace(completed).get_trace(*arguments, **keywords)
-        grown = completed.grown | {n for n, value in fitted.items() if n in trace and _grew(trace[n], value)}
-        return {name: trace[name]["value"] for name in names | grown}, grown
-
-    def one(key, theta):
-        before = jax.eval_shape(lambda *at: run(*at, program.example_rows)[0] | program.constrain(theta), key, theta)
-        values, grown = run(key, theta, both)
-        axes = {name: 0 if name in grown else program.row_axis(name) for name in values}
-        places = {name: np.arange(before[name].shape[axis], values[name].shape[axis]) for name, axis in axes.items()}
-        return {name: jnp.take(value, places[name], axis=axes[name]) for name, value in values.items()}
-
-    return jit(jax.vmap(one))(jax.random.split(rng_key, len(theta)), theta)
-
-
-def _joined(before: Any, new: ArrayLike) -> Any:
-    """NumPy's arrays stay that: the model may read their values."""
-    if isinstance(before, np.ndarray):
-        return np.concatenate([before, np.asarray(new)])
-    with jax.ensure_compile_time_eval():
-        return jnp.concatenate([before, jnp.asarray(new)])
-
-
-def _grew(site: dict, before: Array) -> bool:
-    return site["type"] == "deterministic" and jnp.shape(site["value"]) != before.shape
-
-
-class Completion(Messenger):
-    """Gives latent sites their values; of sites that have grown along their leading axis, the rest is drawn."""
-
-    def __init__(self, fn: Callable, values: Mapping[str, Array]):
-        super().__init__(fn)
-        self.values, self.grown = values, set()
-
-    def process_message(self, msg: dict) -> None:
-        if msg["type"] != "sample" or msg["name"] not in self.values:
-            return
-        value = self.values[msg["name"]]
-        shape = msg["fn"].shape(msg["kwargs"]["sample_shape"])
-        if shape != value.shape:
-            self.grown.add(msg["name"])
-            value = _completed(msg["name"], msg["fn"], shape, value, msg["kwargs"]["rng_key"])
-        msg["value"] = value
-
-
-def _completed(name: str, fn: Any, shape: tuple[int, ...], value: Array, rng_key: Array) -> Array:
-    """A draw of shape ``shape`` given its first entries."""
-    normal, _ = base_distribution(fn)
-    num_given = value.shape[0]
-    noise = jax.random.normal(rng_key, shape, value.dtype)
-    if isinstance(normal, dist.Normal):
-        return jnp.concatenate([value, (normal.loc + normal.scale * noise)[num_given:]])
-    if isinstance(normal, dist.MultivariateNormal) and len(shape) == 1:
-        loc, lower = jnp.broadcast_to(normal.loc, shape), normal.scale_tril
-        whitened = jax.scipy.linalg.solve_triangular(lower[:num_given, :num_given], value - loc[:num_given], lower=True)
-        return loc + lower @ jnp.concatenate([whitened, noise[num_given:]])
-    raise NotImplementedError(
-        f"site {name!r} has a value for each row, and no values for new rows can be drawn given the others: it is "
-        f"{type(normal).__name__}, neither Normal nor MultivariateNormal."
-    )
 
 
 DRAWN = {"monte_carlo": monte_carlo, "linearized": linearized, "plugin": plugin}

@@ -209,8 +209,8 @@ class BoundLikelihood(BoundPrior):
             return dict(rows)
         if not self.holds(rows):
             raise ValueError(
-                "the latent sites of this posterior belong to the rows that it was fitted to: give these, all of them. "
-                "(Other rows can be predicted with method='monte_carlo'.)"
+                "the rows of this posterior are one joint solve: give the rows that it was fitted to, all of them, in "
+                "their order. (Other rows can be predicted with method='monte_carlo'.)"
             )
         return {ROW: np.arange(self._num_pieces, dtype=np.int32)}
 
