@@ -301,4 +301,7 @@ def _explained(quantiles: np.ndarray, draws: np.ndarray, levels: np.ndarray) -> 
     expected = np.reshape(levels, (-1, *[1] * (draws.ndim - 1)))
     if np.all(np.abs(below - expected) <= SURE * np.sqrt(expected * (1 - expected) / len(draws))):
         return quantiles
-    return np.quantile(draws.astype(quantiles.dtype), levels, axis=0)
+    if quantiles.dtype.kind == "f":
+        return np.quantile(draws.astype(quantiles.dtype), levels, axis=0)
+    # There are no values between those of booleans and integers.
+    return np.quantile(draws.astype(float), levels, axis=0, method="inverted_cdf").astype(quantiles.dtype)

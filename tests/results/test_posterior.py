@@ -109,6 +109,22 @@ def test_quantiles_of_sites_without_a_monotone_transform_are_those_of_draws():
     np.testing.assert_allclose(found["twice"], 2 * found["below"], rtol=1e-5)
 
 
+def test_quantiles_of_booleans_and_integers_are_values_of_theirs():
+    def model(x, y=None):
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        numpyro.deterministic("rises", slope > 0)
+        numpyro.deterministic("tenths away", jnp.floor(10 * jnp.abs(slope)).astype(int))
+        with numpyro.plate("rows", len(x)):
+            numpyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+
+    posterior = posterior_of(model, {"x": np.ones(3), "y": np.ones(3)}, np.array([0.1]), np.array([[0.2]]))
+    found = posterior.quantiles([0.2, 0.5, 0.9])
+    assert found["rises"].dtype == bool
+    assert found["rises"].tolist() == [False, True, True]  # P(slope <= 0) = 0.31
+    folded = stats.foldnorm.ppf([0.2, 0.5, 0.9], c=0.5, scale=0.2)
+    assert found["tenths away"].tolist() == np.floor(10 * folded).astype(int).tolist()
+
+
 def test_quantiles_are_asked_for_by_probabilities(posterior):
     with pytest.raises(ValueError, match=r"must be probabilities, from 0 to 1, not \[5, 95\]"):
         posterior.quantiles([5, 95])
