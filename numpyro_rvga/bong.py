@@ -13,6 +13,7 @@ from .core.expectations.by_nodes import Expectation
 from .core.gaussians import FAMILIES, PARAMETERIZATIONS
 from .core.gaussians.mean_field import MeanField
 from .core.gaussians.mixture import GaussianMixture
+from .core.pytrees import in_precision
 from .core.updates.rules import RULES, Rule, UpdateRule
 from .dynamics import Dynamics, check_dynamics, dynamics_info
 from .engines.combinations import DIAGONALS, HESSIANS, PAPER_HESSIANS, PROJECTIONS, check_combination, check_rate
@@ -363,11 +364,12 @@ class BONG:
             if self.init_loc_fn is None:
                 warn_of_rest(online.engine.program, online.start.mean)
             return online.initial_state(rng_key)
+        program = online.engine.program
         if isinstance(init, OnlineState):
-            return init
-        online.engine.program.check_continues(init.program)
+            return in_precision(init, program.dtype)
+        program.check_continues(init.program)
         if isinstance(init.state, OnlineState) and online.holds(init.state):
-            state = init.state
+            state = in_precision(init.state, program.dtype)
         else:
             q = init.gaussian
             q = q.as_full() if isinstance(q, GaussianMixture | MeanField) else q

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from ..core.gaussians.mean_field import MeanField
+from ..core.pytrees import in_precision
 from ..engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
 from ..engines.registry import Engines
 from ..model.data.arguments import checked_rows
@@ -176,15 +177,16 @@ class SiteFamilies:
     ) -> MeanFieldState:
         """:raises ValueError: for posteriors with other families."""
         if isinstance(init, MeanFieldState):
-            return init
+            return in_precision(init, program.dtype)
         program.check_continues(init.program)
         q = init.gaussian
         if not isinstance(q, MeanField) or not np.array_equal(q.places, updates.given.places):
             raise ValueError("init must be a posterior whose sites have the same families.")
         if isinstance(init.state, MeanFieldState):
-            return init.state
+            return in_precision(init.state, program.dtype)
         exact = jnp.asarray(bool(init.info.get("exact", False)))
-        return MeanFieldState(state_of_gaussian(init, q.gaussian), jnp.asarray(q.natural, program.dtype), exact)
+        state = MeanFieldState(state_of_gaussian(init, q.gaussian), q.natural, exact)
+        return in_precision(state, program.dtype)
 
     def _posterior(
         self,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.gaussians import FullGaussian
+from ..core.pytrees import in_precision
 from ..core.updates.state import State
 from ..dynamics import dynamics_info
 from ..engines.batch import BatchSolver, Fit, rows_info
@@ -255,11 +256,12 @@ class FullFamily:
 
     @staticmethod
     def _state_of(init: Posterior | State, engine: Engine) -> State:
+        dtype = engine.program.dtype
         if isinstance(init, State):
-            return init
+            return in_precision(init, dtype)
         engine.program.check_continues(init.program)
         state = init.state if isinstance(init.state, State) else state_of_gaussian(init, init.gaussian)
-        return in_motion(state, engine, init.info.get("time"))
+        return in_motion(in_precision(state, dtype), engine, init.info.get("time"))
 
     def _posterior(
         self,

@@ -18,6 +18,7 @@ from ..core.gaussians.mixture import GaussianMixture
 from ..core.gaussians.packed_roots import PackedRoots
 from ..core.matrices.chains import ChainPacking
 from ..core.matrices.packing import BorderPattern, Packing
+from ..core.pytrees import in_precision
 from ..core.updates.state import CanonicalGaussian, Count, State
 from ..model import Program
 from ..model.data.arguments import named_rows, whole_data
@@ -135,8 +136,9 @@ def load(cls: type[P], path: str | os.PathLike, model: Callable, **model_kwargs:
         difference = stored["model"].difference(program.identity)
         if difference is not None:
             raise ValueError(f"{path} belongs to another model than the given one: {difference}.")
-    fields = {name: stored[name] for name in ("gaussian", "state", "elbo", "num_rows", "info", "row_sets")}
-    return cls(program=program, **fields)
+    fields = {name: stored[name] for name in ("elbo", "num_rows", "info", "row_sets")}
+    moments = {name: in_precision(stored[name], program.dtype) for name in ("gaussian", "state")}
+    return cls(program=program, **moments, **fields)
 
 
 def _read(path: str | os.PathLike) -> Info:

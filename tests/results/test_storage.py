@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 import pytest
 from gaussian_posteriors import constrained, constrained_posterior, posterior_of, regression
 
-from numpyro_rvga import RVGA, Posterior, files
+from numpyro_rvga import BONG, RVGA, Posterior, files
 
 KEY = jax.random.key(1)
 
@@ -66,6 +66,45 @@ def test_loaded_posteriors_sample_and_predict_alike(saved, posterior):
         assert before.keys() == after.keys()
         for name, value in before.items():
             np.testing.assert_array_equal(after[name], value)
+
+
+def straight(X, y=None):
+    b = numpyro.sample("b", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
+    precision = numpyro.sample("precision", dist.Gamma(3.0, 2.0))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(X @ b, precision**-0.5), obs=y)
+
+
+METHODS = {
+    "RVGA": (lambda: RVGA(straight), 1e-4),
+    "by site": (lambda: RVGA(straight, family={"precision": "gamma"}), 1e-4),
+    "BONG": (lambda: BONG(straight, family="diagonal", block_size=10), 0.1),  # which draws
+}
+
+
+@pytest.mark.parametrize("make, tolerance", METHODS.values(), ids=METHODS)
+def test_posteriors_in_single_precision_go_on_in_double(make, tolerance, tmp_path):
+    rng, method = np.random.default_rng(0), make()
+    X = rng.normal(size=(60, 2))
+    data = {"X": X, "y": X @ [0.5, -0.2] + 0.3 * rng.normal(size=60)}
+    first, second = ({n: x[half] for n, x in data.items()} for half in (slice(30), slice(30, None)))
+    with jax.enable_x64(False):
+        single = method.run(first, progress_bar=False)
+        single.save(tmp_path / "q")
+    assert single.mean.dtype == jnp.float32
+    loaded = Posterior.load(tmp_path / "q", straight)
+    assert loaded.mean.dtype == jnp.float64
+    np.testing.assert_allclose(loaded.mean, single.mean, rtol=1e-6)
+    double = method.run(first, progress_bar=False).update(second, progress_bar=False)
+    for later in (single.update(second, progress_bar=False), method.run(second, init=loaded, progress_bar=False)):
+        assert later.mean.dtype == jnp.float64
+        deviation = np.sqrt(np.diagonal(double.covariance))
+        np.testing.assert_allclose((later.mean - double.mean) / deviation, 0, atol=tolerance)
+        np.testing.assert_allclose(later.gaussian.deviation() / deviation, 1, atol=tolerance)
+    double.save(tmp_path / "q")
+    with jax.enable_x64(False):
+        again = method.run(first, init=Posterior.load(tmp_path / "q", straight), progress_bar=False)
+        assert again.mean.dtype == jnp.float32 and again.num_rows == 90
 
 
 def test_model_keywords_come_back(tmp_path):
