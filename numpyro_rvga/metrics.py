@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from .core.compilation import jit
 from .model import Program
 from .model.data.rows import Data, num_rows, pad, selected
 from .model.handlers.tracing import base_distribution
-from .model.predictive import METHODS, average, log_predictive, sampled_predictors
+from .model.predictive import METHODS, average, log_predictive, sampled_predictors, unweighted, weights
 from .options import check_choice
 from .results.log_joint import rows_with_outcome
 from .results.posterior import Posterior
@@ -36,7 +37,8 @@ def log_predictive_density(
 ) -> np.ndarray:
     """The log density of each row's outcome, averaged over q.
 
-    Densities are averaged, not their logarithms nor the predictors.
+    Densities are averaged, not their logarithms nor the predictors. Under ``handlers.scale`` it is a power of them that
+    is averaged, as in the model's likelihood, and a masked outcome has density 1.
 
     **Example**
 
@@ -62,7 +64,8 @@ def log_predictive_density(
 
 
 def nlpd(posterior: Posterior, data: Data, **options: Any) -> float:
-    """The mean negative log predictive density of the rows; options as for :func:`log_predictive_density`.
+    """The mean negative log predictive density of the rows; options as for :func:`log_predictive_density`. Rows whose
+    outcomes are all masked are left out.
 
     **Example**
 
@@ -74,7 +77,8 @@ def nlpd(posterior: Posterior, data: Data, **options: Any) -> float:
         >>> round(metrics.nlpd(posterior, data), 2), bool(metrics.nlpd(posterior, data) < np.log(2))  # of guessing
         (0.43, True)
     """
-    return -float(np.mean(log_predictive_density(posterior, data, **options)))
+    densities = log_predictive_density(posterior, data, **options)
+    return -float(np.mean(densities[_counted(posterior, data)]))
 
 
 def outcome_probabilities(
@@ -85,7 +89,8 @@ def outcome_probabilities(
     num_samples: int = 100,
     rng_key: Array | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities of all outcomes of a discrete observed site, averaged over q.
+    """Probabilities of all outcomes of a discrete observed site, averaged over q. They are those of the site's own
+    distribution: ``handlers.scale`` and masks do not enter.
 
     **Example**
 
@@ -103,12 +108,13 @@ def outcome_probabilities(
     :raises ValueError: if the model has not one observed site with finitely many outcomes, taken from one data array.
     """
     name, outcomes = _outcomes(posterior.program)
-    log_probs = _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key)
+    log_probs = _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key, _is_weighted(posterior, data))
     return outcomes, np.exp(log_probs)
 
 
 def misclassification(posterior: Posterior, data: Data, **options: Any) -> float:
     """The fraction of rows whose outcome is not the most probable one; options as for :func:`outcome_probabilities`.
+    Masked rows are left out.
 
     **Example**
 
@@ -121,7 +127,8 @@ def misclassification(posterior: Posterior, data: Data, **options: Any) -> float
         0.2
     """
     outcomes, probabilities = outcome_probabilities(posterior, data, **options)
-    return float(np.mean(outcomes[probabilities.argmax(axis=1)] != _observed(posterior, data)))
+    right = outcomes[probabilities.argmax(axis=1)] == _observed(posterior, data)
+    return float(np.mean(~right[_counted(posterior, data)]))
 
 
 def expected_calibration_error(posterior: Posterior, data: Data, *, num_bins: int = 15, **options: Any) -> float:
@@ -129,7 +136,7 @@ def expected_calibration_error(posterior: Posterior, data: Data, *, num_bins: in
 
     Rows are put into ``num_bins`` bins of equal width by the probability of their most probable outcome. The error is
     the mean over rows of the absolute difference, in their bin, of the mean probability and the fraction of rows with
-    that outcome.
+    that outcome. Masked rows are left out.
 
     **Example**
 
@@ -142,24 +149,20 @@ def expected_calibration_error(posterior: Posterior, data: Data, *, num_bins: in
         True
     """
     outcomes, probabilities = outcome_probabilities(posterior, data, **options)
-    confidence = probabilities.max(axis=1)
-    right = outcomes[probabilities.argmax(axis=1)] == _observed(posterior, data)
+    right, counted = outcomes[probabilities.argmax(axis=1)] == _observed(posterior, data), _counted(posterior, data)
+    right, confidence = right[counted], probabilities.max(axis=1)[counted]
     bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
     gaps = np.bincount(bins, weights=right - confidence, minlength=num_bins)
     return float(np.abs(gaps).sum() / len(right))
 
 
-def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> np.ndarray:
+def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key, drops_weights=False) -> np.ndarray:
     """Log densities of rows under the posterior predictive, chunk by chunk: (n,), or (n, outcomes) at given
-    ``outcomes`` of the array ``name``."""
+    ``outcomes`` of the array ``name``. ``drops_weights``: without the model's masks and scales."""
     check_choice("method", method, METHODS)
-    program = posterior.program
-    if program.whole:
-        raise NotImplementedError(
-            "the rows of this posterior are one joint solve, and cannot be predicted one by one: use "
-            "posterior.predictive."
-        )
-    rows = rows_with_outcome(program, data)
+    program, rows = posterior.program, _rows(posterior, data)
+    if drops_weights:
+        program = _kept(program, "unweighted", unweighted)
     keys = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, num_rows(rows) + 1)
     theta = posterior.sample_unconstrained(keys[0], (num_samples,)) if method == "monte_carlo" else None
     evaluate = _evaluator(program, name, method, num_samples)
@@ -181,12 +184,52 @@ def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key) -> 
 
 def _evaluator(program: Program, name: str | None, method: str, num_samples: int) -> Any:
     """The compiled evaluation, kept for later calls: callbacks evaluate many times."""
-    evaluators = _evaluators.setdefault(program, {})
-    key = (name, method, num_samples)
-    if key not in evaluators:
-        # A strong reference from the compiled function to the program would keep both alive forever.
-        evaluators[key] = jit(functools.partial(_of_rows, weakref.ref(program), name, method, num_samples))
-    return evaluators[key]
+    # A strong reference from the compiled function to the program would keep both alive forever.
+    make = lambda program: jit(functools.partial(_of_rows, weakref.ref(program), name, method, num_samples))  # noqa: E731
+    return _kept(program, (name, method, num_samples), make)
+
+
+def _kept(program: Program, key: Any, make: Callable[[Program], Any]) -> Any:
+    """What is made of a program, once."""
+    made = _evaluators.setdefault(program, {})
+    if key not in made:
+        made[key] = make(program)
+    return made[key]
+
+
+def _rows(posterior: Posterior, data: Data) -> dict[str, Any]:
+    """The rows with their outcomes.
+
+    :raises NotImplementedError: where rows cannot be predicted one by one.
+    """
+    if posterior.program.whole:
+        raise NotImplementedError(
+            "the rows of this posterior are one joint solve, and cannot be predicted one by one: use "
+            "posterior.predictive."
+        )
+    return rows_with_outcome(posterior.program, data)
+
+
+def _weights(posterior: Posterior, data: Data) -> tuple[Array, Array]:
+    """See :func:`weights`."""
+    program_of: Any = weakref.ref(posterior.program)
+    evaluate = _kept(posterior.program, "weights", lambda _: jit(lambda rows: weights(program_of(), rows)))
+    return evaluate(_rows(posterior, data))
+
+
+def _is_weighted(posterior: Posterior, data: Data) -> bool:
+    return bool(_weights(posterior, data)[1])
+
+
+def _counted(posterior: Posterior, data: Data) -> np.ndarray:
+    """Which rows are not masked, (n,).
+
+    :raises ValueError: if there is none.
+    """
+    counted = np.asarray(_weights(posterior, data)[0])
+    if not counted.any():
+        raise ValueError("the outcomes of all rows are masked: there is none to compare predictions with.")
+    return counted
 
 
 def _of_rows(program_of, name, method, num_samples, gaussian, theta, rows, keys, outcomes):

@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro import handlers
 from scipy.special import expit, log_softmax, logsumexp
 from scipy.stats import norm
 
@@ -120,6 +121,41 @@ def test_error_rate_and_calibration_are_as_defined(posteriors):
         if inside.any():
             total += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
     assert metrics.expected_calibration_error(posterior, new, num_bins=5, **options) == pytest.approx(total)
+
+
+def masked(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", X.shape[0]), handlers.mask(mask=X[:, 0] > 0):
+        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def scaled(X, y=None):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", X.shape[0], subsample_size=10) as index, handlers.scale(scale=3.0):
+        outcome = None if y is None else y[index]
+        numpyro.sample("y", dist.Bernoulli(logits=X[index] @ w), obs=outcome)
+
+
+@pytest.mark.parametrize("model", [masked, scaled])
+def test_probabilities_are_those_of_the_outcomes_own_distribution(model):
+    posterior, new = RVGA(model).run(data(model), progress_bar=False), data(model, 60, 1)
+    _, at_mean = metrics.outcome_probabilities(posterior, new, method="plugin")
+    success = expit(new["X"] @ np.asarray(posterior.mean))
+    np.testing.assert_allclose(at_mean, np.column_stack([1 - success, success]), atol=1e-6)
+    _, averaged = metrics.outcome_probabilities(posterior, new)
+    draws = np.random.default_rng(0).multivariate_normal(posterior.mean, posterior.covariance, 100_000)
+    np.testing.assert_allclose(averaged[:, 1], expit(draws @ new["X"].T).mean(axis=0), atol=0.005)
+    np.testing.assert_allclose(averaged.sum(axis=1), 1, atol=1e-4)
+
+
+def test_masked_rows_are_left_out_of_means():
+    posterior, new = RVGA(masked).run(data(masked), progress_bar=False), data(masked, 60, 1)
+    seen = {name: values[new["X"][:, 0] > 0] for name, values in new.items()}
+    for measure in (metrics.nlpd, metrics.misclassification, metrics.expected_calibration_error):
+        assert measure(posterior, new) == pytest.approx(measure(posterior, seen))
+    hidden = {name: values[new["X"][:, 0] <= 0] for name, values in new.items()}
+    with pytest.raises(ValueError, match="outcomes of all rows are masked"):
+        metrics.nlpd(posterior, hidden)
 
 
 @pytest.mark.parametrize("method", ["linearized", "plugin"])

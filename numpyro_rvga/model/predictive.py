@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+import numpyro.distributions as dist
 from jax import Array, lax
 from jax.scipy.special import logsumexp
+from numpyro.primitives import Messenger
 
 from ..core.expectations.by_nodes import DENSITY_NODES, normal_rule
 from ..core.gaussians import Family
 from ..core.matrices.linalg import cholesky, positive_part, semidefinite_root, solve_lower
-from .data.rows import Arrays
-from .handlers.tracing import SiteRecord, can_be_drawn
+from .data.rows import Arrays, num_rows
+from .handlers.tracing import SiteRecord, can_be_drawn, nested
 from .program import Program
 from .terms.terms import linearize, predictors_of
 
@@ -26,6 +30,66 @@ MODE_STEPS = 25
 LONGEST_MOVE = 3.0  # standard deviations
 
 Row = Mapping[str, Array]
+
+
+class Unweighted(Messenger):
+    """A model whose outcomes have their own densities: without the user's masks and scales."""
+
+    def __init__(self, model: Callable):
+        super().__init__(model)
+        self._ratios: dict[str, float] = {}
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] == "sample" and msg["is_observed"] and not msg["infer"].get("is_auxiliary", False):
+            msg["fn"] = _unmasked(msg["fn"])
+            msg["scale"] = math.prod(self._ratios.get(frame.name, 1.0) for frame in msg["cond_indep_stack"])
+
+    def postprocess_message(self, msg: dict) -> None:
+        if msg["type"] == "plate":  # which scales its sites by its share of the rows
+            size, subsample_size = msg["args"]
+            self._ratios[msg["name"]] = size / (subsample_size or size)
+
+
+def _unmasked(fn: dist.Distribution) -> dist.Distribution:
+    if isinstance(fn, dist.MaskedDistribution):
+        return _unmasked(fn.base_dist)
+    if not isinstance(fn, dist.Independent | dist.ExpandedDistribution):
+        return fn
+    bare = copy.copy(fn)
+    bare.base_dist = _unmasked(fn.base_dist)
+    return bare
+
+
+def unweighted(program: Program) -> Program:
+    """The program of the model whose outcomes have their own densities."""
+    options: Any = program.options._asdict()
+    return Program(
+        Unweighted(program.model),
+        {name: np.asarray(array) for name, array in program.example_rows.items()},
+        program.model_kwargs,
+        params=program.params.values,
+        constants=program.constants,
+        row_facts=program.row_facts,
+        row_plates=program.row_plates,
+        **options,
+    )
+
+
+def weights(program: Program, rows: Row) -> tuple[Array, Array]:
+    """Which rows have an outcome that no mask leaves out, (n,), and whether any outcome has a weight or a mask, ()."""
+    total, is_weighted = num_rows(rows), jnp.zeros((), bool)
+    counts = jnp.zeros(total, bool)
+    for site in program.observed_sites:
+        record, axis, own = program.site_record(site, rows), program.row_axis(site), jnp.ones(total, bool)
+        for part in nested(record.fn):
+            if isinstance(part, dist.MaskedDistribution):
+                mask = jnp.asarray(part._mask)
+                mask = jnp.moveaxis(mask, axis, 0).reshape(total, -1).any(axis=1) if mask.ndim > axis else mask.any()
+                own &= mask
+                is_weighted |= ~jnp.all(jnp.asarray(part._mask))
+        counts |= own
+        is_weighted |= jnp.any(jnp.asarray(record.weight) != 1)
+    return counts, is_weighted
 
 
 def log_predictive(
