@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from scipy.special import logsumexp
 
 from ..model import Program
+from ..model.data.arrays import is_equal
 from ..model.data.rows import Arrays, Data
 from ..options import check_count
 from ..user_warnings import warn
@@ -106,7 +107,7 @@ def converted(
         sampled["posterior"] = {**sampled["posterior"], **of_rows}
         sampled["posterior_predictive"] = outcomes or prediction.at_draws(posterior, predictive_key, rows, theta)
         fixed["observed_data"] = jax.device_get(program.jitted(partial(observed_values, program), rows))
-        fixed["constant_data"] = _other_arrays(rows, fixed["observed_data"])
+        fixed["constant_data"] = _other_arrays(program, rows, fixed["observed_data"])
     groups = {group: {name: np.asarray(v)[None] for name, v in values.items()} for group, values in sampled.items()}
     groups |= {group: {name: np.asarray(v) for name, v in values.items()} for group, values in fixed.items() if values}
     labels = {"coords": coords, "dims": {**_plate_dims(program, groups), **(dims or {})}}
@@ -166,23 +167,23 @@ def _in_model_order(program: Program, site: str, chunks: list[dict[str, np.ndarr
     return np.moveaxis(terms, 1, min(1 + program.row_axis(site), terms.ndim - 1))
 
 
-def _other_arrays(rows: Arrays, observed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The data arrays that no observed site took as its value."""
+def _other_arrays(program: Program, rows: Arrays, observed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The data arrays that no observed site took as its value, as they are or with the row axis elsewhere."""
+    forms = list(observed.values())
+    forms += [np.moveaxis(value, program.row_axis(site), 0) for site, value in observed.items() if np.ndim(value)]
     arrays = {name: np.asarray(values) for name, values in rows.items()}
-    return {
-        name: values
-        for name, values in arrays.items()
-        if not any(np.array_equal(values.astype(outcome.dtype), outcome) for outcome in observed.values())
-    }
+    return {name: values for name, values in arrays.items() if not any(is_equal(values, form) for form in forms)}
 
 
 def _plate_dims(program: Program, groups: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Dimension names by variable, after the model's plates."""
-    dims = {name: list(plates) for name, plates in program.plates.items() if plates}
-    if len(program.row_plates) == 1:
-        dims |= {name: list(program.row_plates) for name in groups.get("constant_data", {}) if name not in dims}
+    """Dimension names by variable, after the model's plates. To ArviZ, a data array and a site of one name are one
+    variable: they have these names only if they agree."""
+    dims = {name: list(plates) for name, plates in program.plates.items()}
+    of_arrays = list(program.row_plates) if len(program.row_plates) == 1 else []
+    for name in groups.get("constant_data", {}):
+        dims[name] = of_arrays if dims.get(name, of_arrays) == of_arrays else []
     # A variable that bears the name of its own dimension would become that dimension's coordinate.
-    return {name: names for name, names in dims.items() if name not in names}
+    return {name: names for name, names in dims.items() if names and name not in names}
 
 
 def _import_arviz() -> tuple[ModuleType, int]:

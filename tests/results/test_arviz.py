@@ -194,6 +194,53 @@ def test_an_array_with_the_plates_name_stays_an_array():
     assert "rows" in converted["constant_data"].data_vars
 
 
+def counts(x, y=None):
+    level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", len(x)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + 0.1 * x)), obs=y)
+
+
+def with_gaps(x, y):
+    level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+    numpyro.sample("y", dist.Normal(level + x, 1.0).mask(~np.isnan(y)), obs=y)
+
+
+def of_columns(x, y=None):
+    level = numpyro.sample("level", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    with numpyro.plate("columns", 3, dim=-2), numpyro.plate("rows", len(x), dim=-1):
+        numpyro.sample("y", dist.Normal(level[:, None] + x, 1.0), obs=None if y is None else y.T)
+
+
+Y = np.random.default_rng(0).poisson(2.0, size=20)
+
+
+@pytest.mark.parametrize(
+    "model, x, y",
+    [
+        (counts, Y + 0.4, Y),
+        (with_gaps, np.arange(20.0), np.where(Y == 1, np.nan, Y)),
+        (of_columns, np.arange(20.0), Y[:, None] + np.arange(3.0)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_constant_data_are_the_arrays_that_are_no_outcomes(model, x, y):
+    converted = RVGA(model).run({"x": x, "y": y}, progress_bar=False).to_arviz({"x": x, "y": y}, num_samples=5)
+    assert set(converted["constant_data"].data_vars) == {"x"}
+    np.testing.assert_allclose(converted["constant_data"]["x"], x)
+    np.testing.assert_allclose(converted["observed_data"]["y"], y.T)
+
+
+def test_an_array_of_a_sites_name_has_its_own_shape():
+    def model(x, y=None):
+        of_columns(x, None if y is None else jnp.log(y))
+
+    data = {"x": np.arange(20.0), "y": np.exp(Y[:, None] + np.arange(3.0))}
+    converted = RVGA(model).run(data, progress_bar=False).to_arviz(data, num_samples=5)
+    np.testing.assert_allclose(converted["constant_data"]["y"], data["y"])
+    np.testing.assert_allclose(converted["observed_data"]["y"], np.log(data["y"]).T)
+    assert converted["constant_data"]["x"].dims == ("rows",)
+
+
 def test_loo_is_the_exact_one_of_the_conjugate_model():
     data = regression_data(num_rows=30)
     converted = exact_regression(data).to_arviz(data, num_samples=4000)

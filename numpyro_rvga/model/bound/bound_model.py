@@ -18,6 +18,7 @@ from ...core.compilation import abstractly, at_once
 from ...core.jaxprs.interpret import depends_on
 from ...core.pytrees import PyTree
 from ..data.arguments import PARAMS, absent_arguments
+from ..data.arrays import is_equal
 from ..data.rows import Arrays, Keywords, common_length, linspace_indices, num_rows
 from ..handlers.conditional import PREFIX
 from ..handlers.tracing import (
@@ -274,7 +275,7 @@ class BoundModel(ModelRuns):
     def holds(self, rows: Arrays) -> bool:
         """Whether these are the rows that are part of the program, or some of their arrays."""
         own = self.example_rows
-        return own.keys() >= rows.keys() and all(_is_equal(own[name], rows[name]) for name in rows)
+        return own.keys() >= rows.keys() and all(is_equal(own[name], rows[name]) for name in rows)
 
     def row_axis(self, site: str) -> int:
         """The axis of an observed site's values along which rows lie."""
@@ -337,7 +338,7 @@ class BoundModel(ModelRuns):
         """The data arrays from which an observed site's values are taken. Of a whole program: those that are them."""
         if self.whole:
             value = np.asarray(self.jitted(lambda rows: self.site_record(site, rows).value, self.example_row))
-            return {name for name, array in self.example_row.items() if _is_equal(array, value)}
+            return {name for name, array in self.example_row.items() if is_equal(array, value)}
         return set(depends_on(lambda row: {site: self.site_record(site, row).value}, self.example_row)[site])
 
     def is_value_of_latents(self, site: str) -> bool:
@@ -357,12 +358,3 @@ class BoundModel(ModelRuns):
     def flat_sites(self) -> frozenset[str]:
         """The latent sites whose prior is improper, and stays so."""
         return self._improper if self.improper_prior_scale is None else frozenset()
-
-
-def _is_equal(a: object, b: object) -> bool:
-    """Whether two arrays hold the same in the lower of their precisions, NaN in the same places too."""
-    a, b = np.asarray(a), np.asarray(b)
-    if not (a.dtype.kind == "f" and b.dtype.kind == "f"):
-        return np.array_equal(a, b)
-    dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
-    return np.array_equal(a.astype(dtype), b.astype(dtype), equal_nan=True)

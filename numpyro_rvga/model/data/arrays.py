@@ -132,3 +132,12 @@ def as_jax_array(name: str, value: Any) -> Array:
     if narrow and jnp.issubdtype(dtype, jnp.integer):
         return value.astype(jnp.int32)
     return value.astype(jnp.float32) if narrow and jnp.issubdtype(dtype, jnp.floating) else value
+
+
+def is_equal(a: object, b: object) -> bool:
+    """Whether two arrays hold the same in the lower of their precisions, NaN in the same places too."""
+    a, b = np.asarray(a), np.asarray(b)
+    if not (a.dtype.kind == "f" and b.dtype.kind == "f"):
+        return np.array_equal(a, b)
+    dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return np.array_equal(a.astype(dtype), b.astype(dtype), equal_nan=True)
