@@ -14,6 +14,7 @@ from numpyro.distributions import transforms
 
 from ..core.compilation import abstractly, at_once
 from ..core.exponential import Entries
+from ..core.jaxprs.interpret import depends_on
 from .handlers.tracing import site_transform
 from .program import Program
 
@@ -107,6 +108,19 @@ def site_transforms(program: Program, names: list[str]) -> dict[str, Any]:
         return {name: site_transform(records[name].fn) for name in names}
 
     return abstractly(read)
+
+
+def sites_by_entry(program: Program) -> frozenset[str]:
+    """Latent sites of which each number is a function of one entry of theta: no bound is another site."""
+    layout, names = program.layout, list(program.layout.site_names)
+    transforms_of = site_transforms(program, names)
+
+    def bounds(unconstrained: dict[str, Array]) -> dict[str, list[Array]]:
+        records = program.prior_records(unconstrained)
+        return {name: jax.tree.leaves(site_transform(records[name].fn)) for name in names}
+
+    moves = depends_on(bounds, {name: jnp.zeros(shape, program.dtype) for name, shape in layout.shapes.items()})
+    return frozenset(name for name in names if not transforms_of[name].domain.event_dim and not moves[name])
 
 
 def _has(transform: Any, kind: type) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from ..engines.mean_field import MeanFieldState
 from ..engines.online import OnlineState
 from ..model import Program
 from ..model.data.row_set import RowSet
-from ..model.site_families import site_transforms
+from ..model.site_families import sites_by_entry
 from ..options import Info
 from .derived import judged_sites
 from .forward import ForwardRuns
@@ -184,20 +184,45 @@ class Fitted:
         :param quantiles: one probability or an array of them.
         :return: dict of sites of shape ``(*quantiles.shape, *site_shape)``: the quantiles of each entry's marginal.
             They are exact where the site's transform acts on each entry by itself. Of a simplex, an ordered vector, a
-            Cholesky factor and of deterministic sites, they are those of 10,000 draws, unless a monotone function of
-            one latent entry explains these.
+            Cholesky factor, a site whose bound is another site and of deterministic sites, they are those of 10,000
+            draws, unless a monotone function of one latent entry explains these.
         :raises ValueError: for what is no probability.
         """
         levels = np.asarray(quantiles, self.mean.dtype)
         if not np.all((levels >= 0) & (levels <= 1)):
             raise ValueError(f"quantiles must be probabilities, from 0 to 1, not {quantiles!r}.")
-        sides = _marginal_quantiles(self.gaussian, np.stack([levels, 1 - levels])[..., None])
-        pushed = {name: _in_order(levels, *both) for name, both in jax.device_get(self.constrain(sides)).items()}
-        others = [name for name in pushed if name not in self._transformed_by_entry]
-        if others:
-            draws = self.constrain(self.sample_unconstrained(jax.random.key(0), (DRAWS_OF_QUANTILES,)))
-            pushed |= {name: _explained(pushed[name], np.asarray(draws[name]), levels) for name in others}
+        pushed = self.pushed_quantiles(levels)
+        drawn = self.drawn_sites([name for name in pushed if name not in self.transformed_by_entry])
+        pushed |= {name: _explained(pushed[name], draws, levels) for name, draws in drawn.items()}
         return {name: jnp.asarray(values) for name, values in pushed.items()}
+
+    def pushed_quantiles(self, levels: np.ndarray) -> dict[str, np.ndarray]:
+        """The sites at quantiles of q's marginals in unconstrained space, in order: ``(*levels.shape, *site_shape)``.
+        These are a site's quantiles if each of its numbers is a monotone function of one entry of theta."""
+        levels = levels.astype(self.mean.dtype)
+        sides = _marginal_quantiles(self.gaussian, np.stack([levels, 1 - levels])[..., None])
+        return {name: _in_order(levels, *both) for name, both in jax.device_get(self.constrain(sides)).items()}
+
+    def drawn_sites(self, names: Collection[str], *, mirrored: bool = False) -> dict[str, np.ndarray]:
+        """Some sites at 10,000 draws or a few more, the same at every call, as many at a time as memory has room for.
+
+        :param mirrored: in pairs, so that the mean of what is linear in theta is exact.
+        """
+        if not names:
+            return {}
+        parts, pieces = -(-DRAWS_OF_QUANTILES * self.numbers_per_draw // DRAWN_NUMBERS), []
+        count = -(-DRAWS_OF_QUANTILES // (2 * parts if mirrored else parts))
+        for part in range(parts):
+            theta = _drawn(self.gaussian, jax.random.key(part), shape=(count,), mirrored=mirrored)
+            sites = self.constrain(theta)
+            pieces.append(jax.device_get({name: sites[name] for name in names}))
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in names}
+
+    @functools.cached_property
+    def numbers_per_draw(self) -> int:
+        """How many numbers the sites have."""
+        shapes = jax.eval_shape(self.program.constrain, self.mean)
+        return max(1, sum(shape.size for shape in jax.tree.leaves(shapes)))
 
     def log_prob(self, sites: Mapping[str, ArrayLike]) -> Array:
         """The log density log q(theta) of the unconstrained vector theta that belongs to ``sites``.
@@ -234,10 +259,9 @@ class Fitted:
         return _log_density(self.gaussian, theta)
 
     @functools.cached_property
-    def _transformed_by_entry(self) -> frozenset[str]:
-        """Latent sites of which each entry is a function of one number."""
-        transforms = site_transforms(self.program, list(self.site_names))
-        return frozenset(name for name, transform in transforms.items() if not transform.domain.event_dim)
+    def transformed_by_entry(self) -> frozenset[str]:
+        """Latent sites of which each number is a function of one entry of theta."""
+        return sites_by_entry(self.program)
 
     @functools.cached_property
     def _deterministic_of_data(self) -> Callable[[Array, dict[str, ArrayLike]], dict[str, Array]]:
@@ -271,9 +295,13 @@ class Fitted:
         return values, batch_shape
 
 
-@functools.partial(jit, static_argnames="shape")
-def _drawn(gaussian: Family | GaussianMixture | MeanField, rng_key: Array, *, shape: tuple[int, ...]) -> Array:
-    return gaussian.transform(jax.random.normal(rng_key, (*shape, gaussian.noise_size), gaussian.mean.dtype))
+@functools.partial(jit, static_argnames=("shape", "mirrored"))
+def _drawn(
+    gaussian: Family | GaussianMixture | MeanField, rng_key: Array, *, shape: tuple[int, ...], mirrored: bool = False
+) -> Array:
+    """Of this shape, and as many again if ``mirrored``."""
+    standard = jax.random.normal(rng_key, (*shape, gaussian.noise_size), gaussian.mean.dtype)
+    return gaussian.transform(jnp.concatenate([standard, -standard]) if mirrored else standard)
 
 
 @jit

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ..model.data.rows import Data
-from . import arviz, integration, prediction, resampling, storage, warmstart
+from . import arviz, integration, prediction, resampling, storage, summary, warmstart
 from .fitted import Fitted
 from .khat import khat
 from .merging import merge as merging
-
-SUMMARY_PAIRS = 5_000  # of mirrored draws
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -95,6 +92,7 @@ class Posterior(Fitted):
         return sites
 
     # ------------------------------------------------------------------ methods that have files of their own
+    print_summary = summary.print_summary
     predictive = prediction.predictive
     to_arviz = arviz.to_arviz
     khat = khat
@@ -105,36 +103,6 @@ class Posterior(Fitted):
     save = storage.save
     load = classmethod(storage.load)
     merge = classmethod(merging.merge)
-
-    def print_summary(self, prob: float = 0.9) -> None:
-        """Print mean, standard deviation, median and central interval of every scalar of the latent sites under q.
-
-        The figures are those of constrained values. They come from a fixed set of mirrored draws, so they are the same
-        at every call; for sites on the real line the mean and the median are exact.
-
-        **Example**
-
-        With the posterior of :class:`RVGA`'s example:
-
-        .. doctest::
-
-            >>> posterior.print_summary()
-            <BLANKLINE>
-                            mean       std    median      5.0%     95.0%
-             slopes[0]      1.28 ...
-             slopes[1]     -2.03 ...
-            <BLANKLINE>
-
-        :param prob: the probability of the interval.
-        :raises ValueError: if ``prob`` is not between 0 and 1.
-        """
-        if not 0 < prob < 1:
-            raise ValueError(f"prob must lie between 0 and 1, not {prob}.")
-        shape = (SUMMARY_PAIRS, self.gaussian.noise_size)
-        standard = jax.random.normal(jax.random.key(0), shape, self.mean.dtype)
-        theta = self.gaussian.transform(jnp.concatenate([standard, -standard]))
-        draws = jax.device_get(self.constrain_latents(theta))
-        print(_summary_table({name: draws[name].astype(np.float64) for name in self.site_names}, prob))
 
     def update(self, data: Data | Iterable, **kwargs: Any) -> Posterior:
         """Absorb further rows.
@@ -197,19 +165,3 @@ class Posterior(Fitted):
         """
         fields = integration.integrate(self, data, sites, rng_key, progress_bar, marginal)
         return dataclasses.replace(self, **fields)
-
-
-def _summary_table(samples: Mapping[str, np.ndarray], prob: float) -> str:
-    """The table of :func:`numpyro.diagnostics.print_summary` without the columns that concern Markov chains."""
-    tails = [(1 - prob) / 2, (1 + prob) / 2]
-    header = ["mean", "std", "median", *(f"{100 * tail:.1f}%" for tail in tails)]
-    rows = []
-    for name, draws in samples.items():
-        columns = [draws.mean(0), draws.std(0), np.median(draws, 0), *np.quantile(draws, tails, axis=0)]
-        for index in np.ndindex(draws.shape[1:]):
-            label = f"{name}[{','.join(map(str, index))}]" if index else name
-            rows.append((label, [column[index] for column in columns]))
-    width = max(10, *(len(label) for label, _ in rows))
-    lines = [" " * width + "".join(f" {title:>9}" for title in header)]
-    lines += [f"{label:>{width}}" + "".join(f" {value:>9.2f}" for value in values) for label, values in rows]
-    return "\n" + "\n".join(lines) + "\n"

@@ -24,6 +24,7 @@ from scipy.special import expit
 
 from numpyro_rvga import RVGA, FixedPointVI, Posterior
 from numpyro_rvga.core.gaussians import FullGaussian
+from numpyro_rvga.results import fitted
 
 KEY = jax.random.key(3)
 COVARIANCE = ROOT @ ROOT.T
@@ -125,6 +126,31 @@ def test_quantiles_of_booleans_and_integers_are_values_of_theirs():
     assert found["tenths away"].tolist() == np.floor(10 * folded).astype(int).tolist()
 
 
+def bounded_by_another(y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    level = numpyro.sample("level", dist.Uniform(0.0, scale))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Normal(level, 1.0), obs=y)
+
+
+def test_quantiles_of_a_site_whose_bound_is_another_site_are_those_of_their_product():
+    posterior = posterior_of(bounded_by_another, {"y": np.zeros(3)}, np.array([0.2, -0.4]), np.diag([0.7, 1.2]))
+    levels = np.array([0.05, 0.5, 0.95])
+    rng = np.random.default_rng(0)
+    level = np.exp(rng.normal(0.2, 0.7, 1_000_000)) * expit(rng.normal(-0.4, 1.2, 1_000_000))
+    np.testing.assert_allclose(posterior.quantiles(levels)["level"], np.quantile(level, levels), rtol=0.05)
+    np.testing.assert_allclose(posterior.quantiles(levels)["scale"], stats.lognorm(0.7, 0, np.exp(0.2)).ppf(levels))
+
+
+def test_quantiles_of_draws_that_are_computed_in_parts_are_those_of_all(monkeypatch):
+    given = bounded_by_another, {"y": np.zeros(3)}, np.array([0.2, -0.4]), np.diag([0.2, 0.3])
+    at_once = posterior_of(*given).quantiles([0.1, 0.6])
+    monkeypatch.setattr(fitted, "DRAWN_NUMBERS", 5_000)
+    in_parts = posterior_of(*given).quantiles([0.1, 0.6])
+    for name, values in at_once.items():
+        np.testing.assert_allclose(in_parts[name], values, atol=0.01)
+
+
 def test_quantiles_are_asked_for_by_probabilities(posterior):
     with pytest.raises(ValueError, match=r"must be probabilities, from 0 to 1, not \[5, 95\]"):
         posterior.quantiles([5, 95])
@@ -191,40 +217,6 @@ def test_a_posterior_compiles_what_it_is_asked_once(method, answer, count_compil
     compiled, second = count_compilations(lambda: ANSWERS[answer](posterior, data))
     assert not compiled
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(second), jax.tree.leaves(first))
-
-
-# ---------------------------------------------------------------------- summary
-def test_summary_prints_the_moments_of_constrained_sites(posterior, capsys):
-    posterior.print_summary(prob=0.8)
-    header, *rows = capsys.readouterr().out.strip("\n").splitlines()
-    assert header.split() == ["mean", "std", "median", "10.0%", "90.0%"]
-    printed = {line.split()[0]: np.array(line.split()[1:], float) for line in rows}
-    assert list(printed) == ["shift[0]", "shift[1]", "share", "deviation"]
-    sd = np.sqrt(np.diagonal(COVARIANCE))
-    share = expit(MEAN[2] + sd[2] * np.random.default_rng(0).normal(size=400_000))
-    expected = {
-        "shift[0]": stats.norm(MEAN[0], sd[0]),
-        "shift[1]": stats.norm(MEAN[1], sd[1]),
-        "deviation": stats.lognorm(sd[3], scale=np.exp(MEAN[3])),
-    }
-    for name, law in expected.items():
-        truth = [law.mean(), law.std(), law.median(), *law.ppf([0.1, 0.9])]
-        np.testing.assert_allclose(printed[name], truth, atol=0.03, err_msg=name)
-    truth = [share.mean(), share.std(), np.median(share), *np.quantile(share, [0.1, 0.9])]
-    np.testing.assert_allclose(printed["share"], truth, atol=0.02)
-
-
-def test_summary_is_the_same_every_time(posterior, capsys):
-    posterior.print_summary()
-    first = capsys.readouterr().out
-    posterior.print_summary()
-    assert capsys.readouterr().out == first
-
-
-@pytest.mark.parametrize("prob", [0, 1, 90])
-def test_summary_refuses_what_is_no_probability(posterior, prob):
-    with pytest.raises(ValueError, match="prob"):
-        posterior.print_summary(prob)
 
 
 # ---------------------------------------------------------------------- predictions

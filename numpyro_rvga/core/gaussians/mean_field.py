@@ -74,7 +74,10 @@ class MeanField:
 
     def marginal_quantiles(self, probabilities: Array) -> Array:
         """Quantiles of the marginals, (..., P), at probabilities (..., 1)."""
-        score = norm.ppf(probabilities)
+        return self.marginals_at(norm.ppf(probabilities))
+
+    def marginals_at(self, score: Array) -> Array:
+        """The same, (..., P), at probabilities that the standard normal distribution has below scores (..., 1)."""
         own = self.entries.quantile(self.natural, score * jnp.ones(len(self.places), score.dtype))
         return self._joined(self.gaussian.mean + score * self.gaussian.deviation(), own)
 
