@@ -17,7 +17,7 @@ from .model import Program
 from .model.data.rows import Data, num_rows, pad, selected
 from .model.handlers.tracing import base_distribution
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors, unweighted, weights
-from .options import check_choice
+from .options import check_choice, check_count
 from .results.log_joint import rows_with_outcome
 from .results.posterior import Posterior
 
@@ -148,6 +148,7 @@ def expected_calibration_error(posterior: Posterior, data: Data, *, num_bins: in
         >>> metrics.expected_calibration_error(posterior, data, num_bins=5) < 0.1
         True
     """
+    check_count("num_bins", num_bins)
     outcomes, probabilities = outcome_probabilities(posterior, data, **options)
     right, counted = outcomes[probabilities.argmax(axis=1)] == _observed(posterior, data), _counted(posterior, data)
     right, confidence = right[counted], probabilities.max(axis=1)[counted]
@@ -160,6 +161,7 @@ def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key, dro
     """Log densities of rows under the posterior predictive, chunk by chunk: (n,), or (n, outcomes) at given
     ``outcomes`` of the array ``name``. ``drops_weights``: without the model's masks and scales."""
     check_choice("method", method, METHODS)
+    check_count("num_samples", num_samples)
     program, rows = posterior.program, _rows(posterior, data)
     if drops_weights:
         program = _kept(program, "unweighted", unweighted)

@@ -106,3 +106,9 @@ def check_size(name: str, value: object, least: int) -> None:
     """:raises ValueError: if ``value`` is neither 'auto' nor an integer of at least ``least``."""
     if value != "auto" and not is_count(value, least):
         raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, not {value!r}.")
+
+
+def check_shape(sample_shape: object) -> None:
+    """:raises ValueError: for a number of draws in place of their shape, with the shape."""
+    if not isinstance(sample_shape, (tuple, list)):
+        raise ValueError(f"sample_shape must be a tuple, not {sample_shape!r}: for one axis, ({sample_shape},).")

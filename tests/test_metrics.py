@@ -174,6 +174,15 @@ def test_drawn_outcomes_have_the_moments_of_the_densities(posteriors, model, met
         np.testing.assert_allclose(drawn.std(axis=0), np.sqrt(NOISE**2 + spread), atol=0.02)
 
 
+@pytest.mark.parametrize("count", [0, 2.5])
+def test_counts_that_are_none_are_named(posteriors, count):
+    new = data(softmax, 5, 1)
+    with pytest.raises(ValueError, match=f"num_samples must be a positive integer, not {count}"):
+        metrics.nlpd(posteriors[softmax], new, method="monte_carlo", num_samples=count)
+    with pytest.raises(ValueError, match=f"num_bins must be a positive integer, not {count}"):
+        metrics.expected_calibration_error(posteriors[softmax], new, num_bins=count)
+
+
 def test_what_has_no_such_measure_is_refused(posteriors):
     new = data(linear, 5, 1)
     with pytest.raises(ValueError, match="method must be one of 'plugin', 'linearized', 'monte_carlo'"):

@@ -25,7 +25,7 @@ from ..engines.online import OnlineState
 from ..model import Program
 from ..model.data.row_set import RowSet
 from ..model.site_families import sites_by_entry
-from ..options import Info
+from ..options import Info, check_shape
 from .derived import judged_sites
 from .forward import ForwardRuns
 from .log_densities import LogDensities
@@ -110,8 +110,7 @@ class Fitted:
         :return: shape ``(*sample_shape, P)``.
         :raises ValueError: for a number in place of a shape.
         """
-        if not isinstance(sample_shape, (tuple, list)):
-            raise ValueError(f"sample_shape must be a tuple, not {sample_shape!r}: for one axis, ({sample_shape},).")
+        check_shape(sample_shape)
         return _drawn(self.gaussian, rng_key, shape=tuple(sample_shape))
 
     def constrain(self, theta: Array, rows: Mapping[str, ArrayLike] | None = None) -> dict[str, Array]:

@@ -29,7 +29,7 @@ from ..engines.integration.importance import relative_sample_size
 from ..engines.rounding_errors import NOTICEABLE as NOTICEABLE_ERROR
 from ..engines.starts import NOTICEABLE, share_of_others
 from ..model.data.rows import Arrays, Data
-from ..options import key_numbers
+from ..options import is_count, key_numbers
 from .derived import in_deviations, normal_scores, scored
 from .fitted import Fitted
 from .integration import MOST_PARAMETERS
@@ -142,8 +142,8 @@ def khat(
     :raises NotImplementedError: after a run with dynamics.
     :raises ValueError: if ``data`` lack the outcome, and for fewer than 100 draws, too few to fit a tail to.
     """
-    if num_samples < MIN_DRAWS:
-        raise ValueError(f"the Pareto k needs at least {MIN_DRAWS} draws, not {num_samples}.")
+    if not is_count(num_samples, MIN_DRAWS):
+        raise ValueError(f"the Pareto k needs at least {MIN_DRAWS} draws, not {num_samples!r}.")
     size = posterior.mean.size
     num_samples = max(MIN_DRAWS, min(num_samples, MOST_NUMBERS // size))
     rows = all_rows(posterior, data)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from ..model.data.rows import Data
-from ..options import key_numbers
+from ..options import check_count, key_numbers
 from .arviz import converted, smoothed
 from .fitted import Fitted
 from .khat import NEARLY_EQUAL, RESAMPLED, integration_left, remedy
@@ -52,6 +52,7 @@ def resample(
         outcome.
     :raises NotImplementedError: after a run with dynamics.
     """
+    check_count("num_samples", num_samples)
     rows = all_rows(posterior, data)
     draw_key, place_key, predictive_key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, 3)
     theta, log_q = draws_with_density(posterior, draw_key, max(LEAST_DRAWS, OVERSAMPLING * num_samples))

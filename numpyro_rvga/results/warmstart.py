@@ -13,6 +13,7 @@ from numpyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoMult
 from ..core.gaussians import DiagonalGaussian
 from ..core.matrices.linalg import lower_from_root
 from ..model.data.rows import num_rows
+from ..options import check_count
 from .fitted import Fitted
 
 OVERDISPERSION = 1.5
@@ -99,6 +100,7 @@ def init_params(posterior: Fitted, rng_key: Array, num_chains: int = 1) -> dict[
     :param num_chains: the number of chains.
     :return: unconstrained values by site, with a leading axis of length ``num_chains`` if that is above one.
     """
+    check_count("num_chains", num_chains)
     theta = posterior.sample_unconstrained(rng_key, (num_chains,) if num_chains > 1 else ())
     return posterior.program.layout.unravel(posterior.mean + OVERDISPERSION * (theta - posterior.mean))
 

@@ -176,6 +176,14 @@ def test_khat_refuses_few_draws(data):
         exact_regression(data).khat(data, num_samples=99)
 
 
+@pytest.mark.parametrize("count", [0, 10.5])
+def test_counts_that_are_none_are_refused(data, count):
+    with pytest.raises(ValueError, match=f"num_samples must be a positive integer, not {count}"):
+        exact_regression(data).resample(data, count)
+    with pytest.raises(ValueError, match=f"at least 100 draws, not {count}"):
+        exact_regression(data).khat(data, num_samples=count)
+
+
 def test_khat_of_constant_ratios_is_zero(data, monkeypatch):
     posterior = exact_regression(data)
     monkeypatch.setattr(

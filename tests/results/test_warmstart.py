@@ -134,6 +134,12 @@ def test_initial_values_have_a_chain_axis_for_several_chains_only(posterior, num
     assert shapes == {"slopes": (*leading, 2), "intercept": leading}
 
 
+@pytest.mark.parametrize("num_chains", [0, 2.5])
+def test_initial_values_of_no_chains_are_refused(posterior, num_chains):
+    with pytest.raises(ValueError, match=f"num_chains must be a positive integer, not {num_chains}"):
+        posterior.init_params(jax.random.key(0), num_chains)
+
+
 def test_initial_values_are_unconstrained_draws_spread_wider_than_q():
     posterior = constrained_posterior()
     values = posterior.init_params(KEY, 20_000)

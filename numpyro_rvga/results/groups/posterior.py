@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +24,7 @@ from ...model import Program
 from ...model.data.arguments import split_call
 from ...model.data.rows import Data, num_rows
 from ...model.members import Members
-from ...options import Info, is_count
+from ...options import Info, check_count, check_shape, is_count
 from ...streams.arrow import pyarrow_at_hand
 from ..forward import Unconditioned
 from .parts import LocalPlate, numbered, read_rows
@@ -45,7 +46,7 @@ class GroupSource(Protocol):
         """Means at the mean of the shared sites (g, d), slopes in these (g, d, k), and roots of the covariances given
         these (g, d, d), of labels (g,).
 
-        :raises ValueError: naming a label that is not there.
+        :raises ValueError: naming a label that is not there, and for labels of another kind than its own.
         """
         ...
 
@@ -86,6 +87,18 @@ class GroupPosterior:
             f"elbo={'None' if self.elbo is None else format(self.elbo, '.6g')})"
         )
 
+    def __getstate__(self) -> dict[str, object]:
+        """For other processes.
+
+        :raises PicklingError: if the groups are in a stream, or the model cannot be pickled.
+        """
+        if not isinstance(self.groups, GroupFiles):
+            raise pickle.PicklingError(
+                "this posterior reads its groups from a stream, which cannot be pickled: write them to files with "
+                "stream.posterior(folder=...), and pickle that posterior."
+            )
+        return dict(self.__dict__)
+
     @property
     def site_names(self) -> tuple[str, ...]:
         """The shared latent sites, in the order in which they are flattened."""
@@ -121,6 +134,7 @@ class GroupPosterior:
         :raises ValueError: naming a label that is not there, and of a stream that has taken in rows since.
         :raises ImportError: for groups, without pyarrow.
         """
+        check_shape(sample_shape)
         shared_key, key, new_key = jax.random.split(rng_key, 3)
         count, size = int(np.prod(sample_shape, dtype=int)), len(self.members.columns)
         standard = jax.random.normal(shared_key, (count, self.mean.size), self.mean.dtype)
@@ -154,6 +168,7 @@ class GroupPosterior:
             ``(num_samples, *site_shape)``.
         :raises ValueError: for unusable data, and as :meth:`sample_posterior` does.
         """
+        check_count("num_samples", num_samples)
         program, plate = self.program, self.plate
         rows = read_rows(program.model, data, plate.index, {**program.model_kwargs, plate.size: 1})
         all_labels, rows = numbered(rows, plate.index)
@@ -238,21 +253,15 @@ class GroupFiles(NamedTuple):
 
     def contains(self, wanted: np.ndarray) -> np.ndarray:
         """See :class:`GroupSource`."""
-        import pyarrow as pa
-
         column = pyarrow_at_hand().parquet.read_table(self.folder, columns=[self.index])[self.index]
-        is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-        if (wanted.dtype.kind == "U") != is_text:
-            raise ValueError(
-                f"labels of groups are {column.type} in {self.folder}, and {wanted.dtype} here: convert them."
-            )
+        self._check(wanted, column.type)
         return np.isin(wanted, column.to_numpy())
 
     def read(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See :class:`GroupSource`."""
-        table = pyarrow_at_hand().parquet.read_table(
-            self.folder, filters=[(self.index, "in", np.unique(wanted).tolist())]
-        )
+        parquet = pyarrow_at_hand().parquet
+        self._check(wanted, parquet.ParquetDataset(self.folder).schema.field(self.index).type)
+        table = parquet.read_table(self.folder, filters=[(self.index, "in", np.unique(wanted).tolist())])
         labels = table[self.index].to_numpy(zero_copy_only=False)
         order = np.argsort(labels)
         missing = wanted[~np.isin(wanted, labels)]
@@ -266,6 +275,21 @@ class GroupFiles(NamedTuple):
             slope.reshape(len(table), size, -1)[at],
             root.reshape(len(table), size, size)[at],
         )
+
+    def _check(self, labels: np.ndarray, kind: Any) -> None:
+        """:raises ValueError: for labels of another kind than the column's, which is a type of Arrow's."""
+        import pyarrow as pa
+
+        check_kind(labels, pa.types.is_string(kind) or pa.types.is_large_string(kind), f"{kind} in {self.folder}")
+
+
+def check_kind(labels: np.ndarray, are_text: bool, stored: str) -> None:
+    """:raises ValueError: for labels that are text where those of the groups are not, or the other way round.
+
+    :param stored: which kind those of the groups are, and where they are.
+    """
+    if (labels.dtype.kind == "U") != are_text:
+        raise ValueError(f"labels of groups are {stored}, and {labels.dtype} here: convert them.")
 
 
 def write_groups(

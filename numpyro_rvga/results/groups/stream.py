@@ -27,7 +27,7 @@ from ...streams.opening import BAD_ROW_POLICIES
 from ...user_warnings import warn
 from ..merging.rounds import distance
 from .parts import LABELS, GroupModel, GroupStart, blocks_of_rows, initial_groups, numbered, start_from_some
-from .posterior import GroupFiles, GroupPosterior, checked_folder, write_groups
+from .posterior import GroupFiles, GroupPosterior, check_kind, checked_folder, write_groups
 from .rounds import Shared
 from .rows import new_rows
 from .solves import FEWEST, BlockModel, PieceInput, SharedState, solved
@@ -370,7 +370,4 @@ class _Streamed(NamedTuple):
                 "the stream has taken in rows since this posterior was made: ask it for a new one with posterior(), or "
                 "keep groups in files with posterior(folder=...)."
             )
-        if (labels.dtype.kind == "U") != (stream._kind == "strings"):
-            raise ValueError(
-                f"labels of groups are {stream._kind} in the stream, and {labels.dtype} here: convert them."
-            )
+        check_kind(labels, stream._kind == "strings", f"{stream._kind} in the stream")
