@@ -69,6 +69,8 @@ def site_entries(program: Program, families: Mapping[str, str]) -> SiteEntries:
     transforms_of, parts = site_transforms(program, names), []
     for name in names:
         form, shape = FORMS[families[name]], layout.shapes[name]
+        if not math.prod(shape):
+            raise ValueError(f"family names the site {name!r}, which has no entries: leave it out of family.")
         if not _has(transforms_of[name], form.transform):
             raise ValueError(
                 f"family={families[name]!r} is for sites whose values are {form.support}, and those of {name!r} are "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -245,7 +246,8 @@ class Fitted:
         :raises ValueError: if a latent site is missing or has the wrong shape.
         """
         values, batch_shape = self._checked_latents(sites)
-        batch = {name: jnp.reshape(value, (-1, *value.shape[len(batch_shape) :])) for name, value in values.items()}
+        lead, count = len(batch_shape), math.prod(batch_shape)
+        batch = {name: jnp.reshape(value, (count, *value.shape[lead:])) for name, value in values.items()}
         theta = self._unconstrain(batch)
         return self.log_prob_unconstrained(jnp.reshape(theta, (*batch_shape, self.mean.size)))
 
@@ -324,7 +326,7 @@ def _in_order(levels: np.ndarray, values: np.ndarray, mirrored: np.ndarray) -> n
 
 def _explained(quantiles: np.ndarray, draws: np.ndarray, levels: np.ndarray) -> np.ndarray:
     """Quantiles (*levels.shape, ...) if as many of the draws (n, ...) are below as should be, else the draws' own."""
-    below = np.array([np.mean(draws <= q, axis=0) for q in np.reshape(quantiles, (-1, *draws.shape[1:]))])
+    below = np.array([np.mean(draws <= q, axis=0) for q in np.reshape(quantiles, (levels.size, *draws.shape[1:]))])
     expected = np.reshape(levels, (-1, *[1] * (draws.ndim - 1)))
     if np.all(np.abs(below - expected) <= SURE * np.sqrt(expected * (1 - expected) / len(draws))):
         return quantiles

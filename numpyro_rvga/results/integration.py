@@ -98,7 +98,8 @@ class Integration:
                 f"integrate must name latent sites of the model ({', '.join(program.layout.site_names)}), not "
                 f"{unknown[0] if unknown else 'none'!r}."
             )
-        if set(sites) == set(program.layout.site_names):
+        if all(name in sites for name, size in program.layout.sizes.items() if size):
+            sites = program.layout.site_names  # with those that have no entries
             most = MOST_WITH_DENSITY  # no Gaussian is left, so that no mixture of a few is the posterior
             if program.integrates_row_latents:
                 raise ValueError(f"integrate={list(sites)!r} leaves no site that is Gaussian given these: name fewer.")

@@ -8,8 +8,9 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.distributions.transforms import AffineTransform, OrderedTransform
 from references import assert_moments_match, importance_moments, potential_of
+from scipy import stats
 
-from numpyro_rvga import RVGA, FixedPointVI
+from numpyro_rvga import BONG, RVGA, FixedPointVI
 from numpyro_rvga.model.bound.prior_start import gaussian_parts
 from numpyro_rvga.model.program import Program
 from numpyro_rvga.model.terms.terms import constants, linearize
@@ -342,3 +343,32 @@ def test_a_prior_that_cannot_be_drawn_from_gives_the_posterior_of_the_same_prior
     np.testing.assert_allclose(found.mean, known.mean, atol=1e-4)
     np.testing.assert_allclose(found.covariance, known.covariance, rtol=1e-3, atol=1e-7)
     np.testing.assert_allclose(found.elbo, known.elbo, atol=1e-4)
+
+
+def line(X, y=None):
+    intercept = numpyro.sample("intercept", dist.Normal(0.0, 1.0))
+    slopes = numpyro.sample("slopes", dist.Normal(0.0, 1.0).expand([X.shape[1]]).to_event(1))
+    numpyro.deterministic("twice", 2 * slopes)
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(intercept + X @ slopes, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [RVGA(line), FixedPointVI(line), BONG(line, family="diagonal"), FixedPointVI(line, integrate=["intercept"])],
+    ids=["RVGA", "FixedPointVI", "BONG", "integrated"],
+)
+def test_sites_of_no_columns_change_nothing(method, capsys):
+    y = np.random.default_rng(0).normal(size=20)
+    data = {"X": np.zeros((20, 0)), "y": y}
+    posterior = method.run(data, progress_bar=False)
+    np.testing.assert_allclose(posterior.mean, [y.sum() / 21], rtol=1e-4)
+    np.testing.assert_allclose(posterior.covariance, [[1 / 21]], rtol=1e-2)
+    if posterior.elbo is not None:
+        evidence = stats.multivariate_normal(np.zeros(20), np.eye(20) + 1).logpdf(y)
+        np.testing.assert_allclose(posterior.elbo, evidence, atol=1e-3)
+    draws = posterior.sample_posterior(jax.random.key(0), (3,))
+    assert draws["slopes"].shape == posterior.quantiles([0.1, 0.5, 0.9])["twice"].shape == (3, 0)
+    assert posterior.log_prob(draws).shape == (3,)
+    posterior.print_summary()
+    assert "slopes" not in capsys.readouterr().out

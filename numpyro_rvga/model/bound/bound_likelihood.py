@@ -90,9 +90,9 @@ class BoundLikelihood(BoundPrior):
                 terms = in_tilted_form(terms, self.dtype, row)._replace(num_local=self.local.size)
             all_terms.append(terms)
         all_terms += integrated
+        all_terms = [terms for terms in all_terms if terms.num_elements]
         if not self.whole:
             return tuple(all_terms)
-        all_terms = [terms for terms in all_terms if terms.num_elements]
         self._num_pieces = math.gcd(*[terms.num_elements for terms in all_terms if not terms.by_draws]) or 1
         return tuple(by_piece(terms, self._num_pieces) for terms in all_terms)
 

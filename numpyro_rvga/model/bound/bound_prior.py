@@ -128,6 +128,7 @@ class BoundPrior(BoundModel):
             site_terms(self._site_runner(s), s, theta, self.prior_inputs, prefer_parameters=False)
             for s in self._own_prior_sites
         ]
+        terms = [of_site for of_site in terms if of_site.num_elements]
         ends = np.cumsum([0, *self.layout.sizes.values()]).tolist()
         normal_sites = [
             normal_site(self._site_runner(name), name, start, stop, theta, self.prior_inputs)

@@ -58,7 +58,7 @@ def without(rows: Rows, left_out: np.ndarray) -> Rows:
 
 def in_blocks(arrays: Tree, block_size: int) -> Tree:
     """A pytree of (n, ...) arrays as (blocks, B, ...)."""
-    return jax.tree.map(lambda x: x.reshape(-1, block_size, *x.shape[1:]), arrays)
+    return jax.tree.map(lambda x: x.reshape(len(x) // block_size, block_size, *x.shape[1:]), arrays)
 
 
 def joined(pieces: list[Rows]) -> Rows:

@@ -73,6 +73,8 @@ def site_terms(
     """
     example = _example_of(run_site, theta, row)
     count = example.num_elements
+    if not count:
+        return constant_terms(site, 0, theta.dtype)
     if not example.has_jacobian:  # a transformed latent's log-Jacobian is no part of the closed form
         closed = closed_form_terms(run_site, site, theta, row, count, example.kind)
         if closed is not None:
@@ -161,6 +163,13 @@ def _example_of(run_site: RunSite, theta: jax.ShapeDtypeStruct, row: Arrays) -> 
         return _Example(terms.shape[0], type(fn), supports if named else None, has_jacobian)
 
     return abstractly(example, theta, row)
+
+
+def constant_terms(site: str, count: int, dtype: Any) -> Terms:
+    """The terms of so many elements, each of which is zero at any theta."""
+    return Terms(
+        site, count, 0, True, lambda *_: jnp.zeros(0, dtype), lambda *_: (), lambda *_: jnp.zeros((), dtype), None
+    )
 
 
 def theta_terms(site: str, size: int, density: Callable[[Array, Arrays], Array]) -> Terms:
