@@ -28,6 +28,7 @@ from .model.program import Program
 from .options import Info, Options, check_choice, check_choice_or_own, check_count, default_key, described, key_numbers
 from .presets import PRESETS
 from .progress import progress
+from .results.fitted import check_init
 from .results.posterior import Posterior
 from .results.rounding import warn_of_lost_digits
 from .streams.checkpoints import EVERY
@@ -268,6 +269,7 @@ class BONG:
         :raises ValueError: for unusable data, naming the array and the row; and where an update leaves no Gaussian,
             naming the row and what to change. The last good state is then in :attr:`state`.
         """
+        check_init(init, OnlineState)
         check_choice("prequential", prequential, PREDICTIONS)
         if callback_every is not None and callback_every < 1:
             raise ValueError(f"callback_every must be a positive number of rows, not {callback_every}.")

@@ -18,6 +18,7 @@ from .engines.registry import Engines
 from .model.data.rows import Data
 from .options import LOCAL, MARGINALS, Options, check_choice, default_key
 from .results.conditions import Conditions, check_conditions
+from .results.fitted import check_init
 from .results.integration import Integration, check_sites
 from .results.joint import joint_posterior
 from .results.posterior import Posterior
@@ -160,6 +161,7 @@ class FixedPointVI:
         :raises NotImplementedError: for discrete latents that cannot be summed out.
         """
         started = time.perf_counter()
+        check_init(init)
         rng_key = default_key() if rng_key is None else rng_key
         engine, rows, reason = self._engines.together(data, model_kwargs, rng_key)
         if init is not None:
@@ -246,6 +248,8 @@ def _checked_integrate(integrate: Any, schedule: str, expectation: str | Expecta
     if integrate is False:
         return ()
     check_sites("integrate", integrate, "'auto', False")
+    if not integrate:
+        raise ValueError(f"integrate={integrate!r} names no sites: name some, or leave it at False.")
     if schedule != "incremental":
         raise ValueError(f"integrate={integrate!r} needs schedule='incremental', not {schedule!r}.")
     if expectation == "linearized":

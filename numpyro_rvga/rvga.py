@@ -28,6 +28,7 @@ from .model.data.row_set import RowSet
 from .model.data.rows import Arrays, Data, Keywords, Rows
 from .model.program import Program
 from .options import LOCAL, Info, Options, check_choice, default_key
+from .results.fitted import check_init
 from .results.posterior import Posterior
 from .streams.block_plan import BlockPlan
 from .streams.certification import Certification, sample_of, sums_at
@@ -271,6 +272,7 @@ class RVGA:
         :raises NotImplementedError: for discrete latents that cannot be summed out, for ``numpyro.param`` sites in a
             stream, and for rows of a stream that are not independent.
         """
+        check_init(init, State, OnlineState, MeanFieldState)
         passed: Info = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
         passed |= {"init": init, "progress_bar": progress_bar}
         rng_key = default_key() if rng_key is None else rng_key

@@ -325,6 +325,7 @@ def test_the_posterior_goes_on_by_rvga_and_samples():
         ({"tolerance": 0.0}, "tolerance must be positive"),
         ({"max_iterations": 0}, "max_iterations"),
         ({"schedule": "gradient", "expectation": "probit"}, "no"),
+        ({"integrate": []}, r"integrate=\[\] names no sites"),
     ],
 )
 def test_options_that_do_not_exist_are_refused_at_construction(options, message):

@@ -16,7 +16,7 @@ from scipy import stats
 from scipy.integrate import cumulative_trapezoid
 from scipy.special import logsumexp
 
-from numpyro_rvga import RVGA, FixedPointVI, Posterior
+from numpyro_rvga import BONG, RVGA, FixedPointVI, Posterior
 from numpyro_rvga.engines.registry import Engines
 from numpyro_rvga.results import integration, integrator
 from numpyro_rvga.results.integration import DEFAULTS, Integration
@@ -248,6 +248,24 @@ def test_file_gives_the_mixture_back(schools, tmp_path):
     np.testing.assert_array_equal(again.gaussian.means, posterior.gaussian.means)
     np.testing.assert_array_equal(again.mean, posterior.mean)
     assert again.info["integrated"] == ["tau"] and again.elbo == posterior.elbo
+
+
+def unknown_scale(y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    mean = numpyro.sample("mean", dist.Normal(0.0, 1.0))
+    with numpyro.plate("rows", len(y)):
+        numpyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+
+def test_a_mixture_takes_in_no_rows_and_what_goes_on_from_it_is_one_gaussian():
+    data = {"y": np.random.default_rng(0).normal(size=20)}
+    mixture = FixedPointVI(unknown_scale, integrate=["scale"]).run(data, progress_bar=False)
+    with pytest.raises(ValueError, match=r"is a mixture.*integrate old and new ones together.*without the skewness"):
+        mixture.update(data)
+    for method in (RVGA(unknown_scale), BONG(unknown_scale)):
+        with pytest.warns(UserWarning, match="init is a mixture.*from one Gaussian of its mean and covariance"):
+            assert method.run(data, init=mixture, progress_bar=False).num_rows == 40
+    assert FixedPointVI(unknown_scale).run(data, init=mixture, progress_bar=False).num_rows == 20  # only begins there
 
 
 def test_mixture_goes_to_arviz_nuts_and_guides(schools, capsys):

@@ -27,6 +27,7 @@ from ..model import Program
 from ..model.data.row_set import RowSet
 from ..model.site_families import sites_by_entry
 from ..options import Info, check_shape
+from ..user_warnings import warn
 from .derived import judged_sites
 from .forward import ForwardRuns
 from .log_densities import LogDensities
@@ -63,7 +64,7 @@ class Fitted:
                 raise ValueError(f"{field.name} must have {size} entries along every axis for this model, not {shape}.")
         object.__setattr__(self, "gaussian", gaussian)
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> Info:
         """Without what is compiled, for other processes.
 
         :raises PicklingError: from pickle, if the model cannot be pickled: a function within another.
@@ -294,6 +295,24 @@ class Fitted:
             if value.shape != expected:
                 raise ValueError(f"site '{name}' must have shape {expected}, not {value.shape}.")
         return values, batch_shape
+
+
+def check_init(init: object, *states: type) -> None:
+    """Warns of a mixture that is to take in rows, of which one Gaussian is left.
+
+    :param states: types of the states that the method goes on from; none: it does not go on, but begins there.
+    :raises ValueError: for what is neither a posterior nor of these.
+    """
+    if init is not None and not isinstance(init, (Fitted, *states)):
+        raise ValueError(
+            f"init must be a posterior{' or a state' if states else ''}, and is of type {type(init).__name__}. (If it "
+            "is meant for the model: run has an argument of this name itself, so give the model's another one.)"
+        )
+    if states and isinstance(init, Fitted) and isinstance(init.gaussian, GaussianMixture):
+        warn(
+            "init is a mixture, and the run goes on from one Gaussian of its mean and covariance: the skewness of what "
+            "was integrated out is lost. Integrate old and new rows together to keep it."
+        )
 
 
 @functools.partial(jit, static_argnames=("shape", "mirrored"))

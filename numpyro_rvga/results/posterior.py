@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.gaussians.mixture import GaussianMixture
 from ..model.data.rows import Data
 from . import arviz, integration, prediction, resampling, storage, summary, warmstart
 from .fitted import Fitted
@@ -120,12 +121,18 @@ class Posterior(Fitted):
         :param data: rows as :meth:`RVGA.run` takes them.
         :param kwargs: passed on to the method that made this posterior.
         :return: a new posterior; this one stays as it is.
-        :raises ValueError: if this posterior has no method to go on with, as after :meth:`load`, and for arrays with
-            other columns.
+        :raises ValueError: if this posterior has no method to go on with, as after :meth:`load`, or is a mixture, and
+            for arrays with other columns.
         """
         if self.continuation is None and self.program.whole:
             raise ValueError(
                 "The rows of this posterior are one joint solve: run the model on old and new rows together."
+            )
+        if isinstance(self.gaussian, GaussianMixture):
+            raise ValueError(
+                "This posterior is a mixture, which takes in no rows: integrate old and new ones together, "
+                "FixedPointVI(model, integrate=...).run(data). RVGA(model).run(data, init=posterior) goes on from one "
+                "Gaussian of its mean and covariance, without the skewness of what was integrated out."
             )
         if self.continuation is None:
             raise ValueError(

@@ -9,7 +9,7 @@ import pandas
 import pytest
 from shared_methods import shared
 
-from numpyro_rvga import BONG, RVGA, FixedPointVI
+from numpyro_rvga import BONG, RVGA, FixedPointVI, RandomWalk
 from numpyro_rvga.model.bound.validation import CHECKED_ROWS
 
 NUM_ROWS = 100
@@ -526,6 +526,21 @@ def test_a_row_of_likelihood_zero_is_named_and_the_init_posterior_stays_as_it_wa
     x, y = X[:60, 0], X[:60, 1]
     np.testing.assert_allclose(after.mean, [x @ y / (1 + x @ x)], atol=1e-6)
     np.testing.assert_allclose(after.covariance, [[1 / (1 + x @ x)]], atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [RVGA, BONG, FixedPointVI])
+def test_an_init_that_is_no_posterior_is_refused_with_its_type(method):
+    with pytest.raises(ValueError, match=r"init must be a posterior.*of type dict.*give the model's another one"):
+        method(logistic).run({"X": X, "y": Y}, init={"b": np.zeros(2)}, progress_bar=False)
+
+
+def test_times_are_to_be_numbers():
+    def drifting(X, time, y=None):
+        logistic(X, y)
+
+    time = np.array(["2024-01-01", "2024-01-02"], "datetime64[D]")
+    with pytest.raises(ValueError, match=r"'time' has dtype datetime64.*Convert times to numbers.*from a near origin"):
+        RVGA(drifting, dynamics=RandomWalk(0.1, time="time")).run({"time": time, "X": X[:2], "y": Y[:2]})
 
 
 def test_init_posteriors_of_another_model_are_refused():

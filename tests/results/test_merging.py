@@ -197,6 +197,14 @@ def test_parts_that_do_not_fit_together_are_refused_by_number():
         Posterior.merge([])
 
 
+def test_one_part_keeps_what_it_has():
+    part = HIERARCHICAL.run(grouped(200), progress_bar=False)
+    merged = Posterior.merge([part])
+    assert merged.elbo == part.elbo and merged.num_rows == part.num_rows and merged.info["merged"] == 1
+    np.testing.assert_array_equal(merged.covariance, part.covariance)
+    assert merged.update(grouped(100), progress_bar=False).num_rows == 300
+
+
 def test_parts_stored_without_their_prior_are_refused(tmp_path):
     part = BONG(idle_scale, family="diagonal").run(rows(40), progress_bar=False)
     part.save(tmp_path / "part")

@@ -55,6 +55,11 @@ def as_data_array(name: str, value: Any) -> np.ndarray:
             "outside of these. For steps inside them there is update()."
         )
     array = _unmasked(name, _numeric(name, value))
+    if array.dtype.kind in "mM":
+        raise BadData(
+            f"data array {name!r} has dtype {array.dtype}; numbers are needed. Convert times to numbers, counted from "
+            "a near origin: (time - time.min()) / np.timedelta64(1, 'D')."
+        )
     if array.dtype.kind not in NUMERIC_KINDS:
         raise BadData(
             f"data array {name!r} has dtype {array.dtype}; numbers are needed. Encode categories as integers."

@@ -87,6 +87,9 @@ def merge(cls: type[P], parts: Sequence[Fitted], data: Sequence[Any] | None = No
     _check_different(parts)
     states: list[Any] = [_state_of(part, n) if part.state is None else part.state for n, part in enumerate(parts)]
     info: Info = {"merged": len(parts)}
+    if len(parts) == 1 and data is None:
+        kept: Info = {**first.__getstate__(), "info": first.info | info}
+        return cls(**kept)
     row_sets = tuple(run for part in parts for run in part.row_sets)
     common: Info = {"program": first.program, "continuation": first.continuation, "info": info, "row_sets": row_sets}
     if isinstance(states[0], State):
