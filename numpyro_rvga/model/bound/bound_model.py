@@ -306,7 +306,7 @@ class BoundModel(ModelRuns):
 
     def row_latents_of(self, rows: Arrays, rng: np.random.Generator) -> tuple[tuple, tuple]:
         """Values for the latent variables of some rows, to try things with: for :meth:`site_elements` of all rows, and
-        of each row by itself, with a leading axis."""
+        of each row by itself, with a leading axis. A whole program has the same both times."""
         local = LocalSites(self.local, {}, {}) if self.local.size else self.row_latents
         if not local.site_names:
             return ({}, {}), ({}, {})
@@ -319,6 +319,8 @@ class BoundModel(ModelRuns):
         shapes = {name: infos[name].unconstrained_shape for name in local.continuous.site_names}
         z = {name: rng.normal(0.0, 0.5, shape).astype(self.dtype) for name, shape in shapes.items()}
         states = {n: rng.choice(np.asarray(v), infos[n].value_shape) for n, v in local.states.items()}
+        if self.whole:
+            return (z, states), (z, states)
         alone = {name: of_each(x, local.continuous.shapes[name]) for name, x in z.items()}
         return (z, states), (alone, {name: of_each(x, local.shapes[name]) for name, x in states.items()})
 
