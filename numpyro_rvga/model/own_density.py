@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpyro.infer.util import potential_energy
 from numpyro.primitives import Messenger
 
 from ..core.compilation import jit_once
-from .data.rows import Arrays, num_rows
+from .data.rows import Arrays, common_length, num_rows
 from .program import Program
 
 BATCH = 4  # points at which the model runs at once
@@ -58,7 +59,8 @@ def log_joint(program: Program, theta: Array, states: Mapping[str, Array]) -> Ar
     hidden = [name for name in program.row_latents.states if name not in states]
     given = {**program.params.constrained(program.params.values), **states}
     args, kwargs = program.call_arguments(program.example_row)
-    model = handlers.substitute(handlers.block(handlers.seed(program.model, rng_seed=0), hide=hidden), data=given)
+    model = _AllRows(program.model, program.row_plates, common_length(program.example_row))
+    model = handlers.substitute(handlers.block(handlers.seed(model, rng_seed=0), hide=hidden), data=given)
     with program.evaluating(), handlers.block(), numpyro.validation_enabled(False):
         return _log_density(model, args, kwargs, program.layout.unravel(theta))
 
@@ -85,15 +87,23 @@ class _WholeJacobians(Messenger):
 
 
 class _AllRows(Messenger):
-    """Gives row plates the number of rows that there are: nothing is scaled up."""
+    """Gives row plates the number of rows that there are, if any. What plates that subsample scale up is scaled back:
+    what is at hand counts once."""
 
-    def __init__(self, fn: Callable, row_plates: frozenset[str], num_rows: int):
+    def __init__(self, fn: Callable, row_plates: frozenset[str], num_rows: int | None):
         super().__init__(fn)
         self._row_plates, self._num_rows = row_plates, num_rows
+        self._ratios: dict[str, float] = {}
 
     def process_message(self, msg: dict) -> None:
-        if msg["type"] == "plate" and msg["name"] in self._row_plates:
-            msg["args"] = (self._num_rows, self._num_rows)
-            msg["value"] = jnp.arange(self._num_rows)
+        if msg["type"] == "plate":
+            size, taken = msg["args"]
+            if msg["name"] in self._row_plates:
+                taken = self._num_rows
+                msg["args"], msg["value"] = (size, taken), jnp.arange(taken)
+            self._ratios[msg["name"]] = size / (taken or size)
         elif msg["type"] == "subsample" and self._row_plates:
             msg["kwargs"]["event_dim"] = None
+        elif msg["type"] == "sample" and msg["scale"] is not None:
+            ratios = [self._ratios.get(plate.name, 1.0) for plate in msg["cond_indep_stack"]]
+            msg["scale"] = msg["scale"] / math.prod(ratios)

@@ -24,7 +24,6 @@ from ..handlers.conditional import PREFIX
 from ..handlers.tracing import (
     base_distribution,
     elements,
-    plates_of,
     run_model,
     sample_sites,
     site_transform,
@@ -33,6 +32,7 @@ from ..layout import Layout
 from ..terms.local_sites import LocalSites, RowFacts, bounds_of, most_states, states_at, states_between
 from . import validation
 from .model_runs import ModelRuns, Parameters, ReadingOptions, Replay, parameters_of
+from .row_plates import Outcome, along_rows, may_be_of_others, outcome_of, plates_of_length
 
 LINEAR = (IdentityTransform, ZeroSumTransform)  # transforms from unconstrained space
 
@@ -85,22 +85,30 @@ class BoundModel(ModelRuns):
 
     # ------------------------------------------------------------------ reading the model
     def _find_row_plates(self, rows: Arrays) -> tuple[frozenset[str], list[str]]:
-        """Plates around observed sites whose size is the number of rows, or that subsample them; and these sites, of
-        which there must be one."""
+        """Plates around observed sites whose size is the number of rows, or that are subsampled to it, or that
+        subsample them; and these sites, of which there must be one."""
 
-        def run(rows: Arrays) -> tuple[dict[str, tuple[str, ...]], list[str], dict[str, int]]:
+        def run(rows: Arrays) -> tuple[dict[str, Outcome], dict[str, tuple[int, int]]]:
             with self.evaluating():
                 trace, runner = run_model(self.model, rows, self.model_kwargs)
             observed = {name: site for name, site in sample_sites(trace, runner).items() if site.is_observed}
             validation.check_outcomes_shape(observed)
-            return plates_of(trace), list(observed), runner.plate_size
+            return {name: outcome_of(trace[name]) for name in observed}, runner.plate_sizes
 
         given, length = [*rows, *self.model_kwargs], common_length(rows)
-        plates, observed, sizes = self.abstractly(run, rows)
+        outcomes, sizes = self.abstractly(run, rows)
+        observed = list(outcomes)
         if not self.whole or rows or absent_arguments(self.model, given):
             validation.check_has_outcome(observed, self.model, given)
-        around = {plate for name in observed for plate in plates[name]}
-        return frozenset(plate for plate in around if sizes.get(plate) == length), observed
+        if length is None:
+            return frozenset(), observed
+        plates = plates_of_length(sizes, length, outcomes)
+        if not self.whole and may_be_of_others(outcomes, plates, length):
+            number, taken = ("one row", [0]) if length > 1 else ("two rows", [0, 0])
+            others = {name: array[np.array(taken)] for name, array in rows.items()}
+            read = partial(self.abstractly, run)
+            plates = along_rows(outcomes, validation.describe_few(read, others, number, observed)[0], plates)
+        return frozenset(plates), observed
 
     def _read_sites(self, rows: Arrays, observed: list[str], row_facts: RowFacts | None, *, marginal: bool) -> None:
         """Set the sites, and which latent ones are global (``layout``), and which of single rows."""

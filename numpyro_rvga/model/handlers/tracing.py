@@ -81,6 +81,7 @@ class RowRunner(Messenger):
     :param rng_key: latent sites without values are drawn with it, whatever seeds or values the model itself has for
         them; None: they are as the model has them.
     :param states: values of discrete latent sites; those outside a distribution's support have density zero.
+    :ivar plate_sizes: of each plate of the model, its size and how many of its indices are taken.
     :ivar scanned: names of the sites in NumPyro's scan and cond.
     """
 
@@ -100,7 +101,7 @@ class RowRunner(Messenger):
         self.row_plates, self.num_rows, self.unconstrained = row_plates, num_rows, unconstrained or {}
         self.local, self.params, self.states = local, params or {}, states or {}
         self.plate_ratio: dict[str, float] = {}
-        self.plate_size: dict[str, int] = {}
+        self.plate_sizes: dict[str, tuple[int, int]] = {}
         self.log_abs_det: dict[str, Array] = {}
         self.scanned: set[str] = set()
 
@@ -109,7 +110,7 @@ class RowRunner(Messenger):
             msg["kwargs"]["substitute_stack"].append(("substitute", self._value_in_control_flow))
         elif msg["type"] == "plate":
             size, subsample_size = msg["args"]
-            self.plate_size[msg["name"]] = size
+            self.plate_sizes[msg["name"]] = size, subsample_size or size
             if msg["name"] in self.row_plates:
                 msg["args"] = (size, self.num_rows)
                 msg["value"] = jnp.arange(self.num_rows)
