@@ -150,9 +150,7 @@ class Program(BoundLikelihood):
         if self.whole:
             rows = self.as_taken(whole_data_again(self.model, data, self.model_kwargs))
         else:
-            rows = checked_rows(self.model, data, self.model_kwargs)
-            like = self.example_row
-            rows = {name: as_integers(array, like[name]) if name in like else array for name, array in rows.items()}
+            rows = self._with_integers(checked_rows(self.model, data, self.model_kwargs))
         needed = self._prediction_arrays if predicted else set(self.example_row) - self._outcome_arrays
         self.check_given(rows, needed)
         if not (self.whole or predicted):
@@ -162,6 +160,11 @@ class Program(BoundLikelihood):
         for check in self._index_checks if predicted else [*self._index_checks, *self._row_checks]:
             check(rows, 0)
         return rows
+
+    def _with_integers(self, rows: Rows) -> Rows:
+        """Whole numbers as integers, where the run had integers."""
+        like = self.example_row
+        return {name: as_integers(array, like[name]) if name in like else array for name, array in rows.items()}
 
     def as_taken(self, rows: Arrays) -> dict[str, Any]:
         """Arrays of NumPy's or of JAX's, as a whole model took them in its run."""
@@ -216,6 +219,13 @@ class Program(BoundLikelihood):
         for check in (*self._whole_checks, *self._checks):
             check(rows, first_row)
 
+    @functools.cached_property
+    def index_arrays(self) -> frozenset[str]:
+        """The data arrays of integers that the model indexes by."""
+        return frozenset(
+            n for check in self._index_checks for n in check.arrays if self.example_row[n].dtype.kind in "iu"
+        )
+
     def begin_check(self, rows: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
         """Start to check rows; what is returned waits for the answer: which of them :meth:`check_rows` lets pass."""
         begun = [check.begin(rows) for check in self._checks]
@@ -225,9 +235,10 @@ class Program(BoundLikelihood):
         """The rows that are finite, with outcomes in their support, if they are at hand."""
         if rows is None:
             return None
-        usable = finite_rows(rows)
-        usable &= self.begin_check(rows)()
-        return dict(rows) if usable.all() else selected(dict(rows), usable)
+        finite = finite_rows(rows)
+        rows = self._with_integers(dict(rows) if finite.all() else selected(dict(rows), finite))
+        usable = self.begin_check(rows)()
+        return rows if usable.all() else selected(rows, usable)
 
     def _find_index_checks(self) -> list[RowCheck]:
         """Empty, if the model indexes nothing by a row."""

@@ -92,7 +92,7 @@ class Certification:
         if sample is None:
             return result
         if row_pass.sample.holds_all:
-            source = rows_in_memory(sample.rows)
+            source = rows_in_memory(sample.rows, {})
             return self._evaluated(engine, start, state, source, row_pass.num_taken, rng)
         state, info = estimated(certificate, state, row_pass, self._max_looks)
         return CertifiedState(state, None, info, sample.rows)

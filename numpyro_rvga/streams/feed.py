@@ -33,14 +33,14 @@ class Feed:
     """Rows of a source, piece by piece.
 
     :param source: at its position ``start``.
-    :param usable: rows -> which of them can be used, (n,); None: all.
+    :param usable: rows, position of the first -> which of them can be used, (n,); None: all.
     :param left_out: positions before ``start`` of rows that were left out, sorted.
 
     :ivar left_out: positions of all rows that were left out, sorted. :ivar stop: the position after the rows so far.
     """
 
     def __init__(
-        self, source: RowSource, start: int, usable: Callable[[Rows], np.ndarray] | None, left_out: np.ndarray
+        self, source: RowSource, start: int, usable: Callable[[Rows, int], np.ndarray] | None, left_out: np.ndarray
     ):
         self._source, self._usable, self._size = source, usable, 0
         self.stop, self.left_out = start, left_out
@@ -69,7 +69,7 @@ class Feed:
             positions = np.arange(self.stop, self.stop + num_rows(rows))
             self.stop += len(positions)
             if self._usable is not None:
-                usable = self._usable(rows)
+                usable = self._usable(rows, self.stop - len(positions))
                 self.left_out = np.concatenate([self.left_out, positions[~usable]])
                 rows, positions = rows if usable.all() else selected(rows, usable), positions[usable]
                 rows = self._source.as_declared(rows)

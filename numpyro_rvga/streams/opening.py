@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from ..model.bad_rows import NotFinite
-from ..model.data.arguments import check_finite, finite_rows, named_rows, refuse_frames
+from ..model.data.arguments import check_finite, declared_dtypes, finite_rows, named_rows, refuse_frames
+from ..model.data.arrays import BadData
 from ..model.data.rows import Data, Keywords, Rows, num_rows, selected
 from ..model.program import Program
 from ..options import check_choice, is_count
@@ -72,7 +73,8 @@ def open_source(
         rows = named_rows(model, data, model_kwargs)
         if not options.skips:
             check_finite(rows)
-        return rows_in_memory(rows), with_finite_head(rows), rows
+        source = rows_in_memory(rows, declared_dtypes(model, data))
+        return source, source.as_declared(with_finite_head(rows)), rows
     refuse_frames(data)
     if not isinstance(data, Iterable):
         raise ValueError(
@@ -110,7 +112,7 @@ def usable_source(
         return source, head
     bad = NOTHING
     for position, rows in chunks(source, SLICE):
-        bad = np.concatenate([bad, position + np.flatnonzero(~usable_rows(program, source, rows))])
+        bad = np.concatenate([bad, position + np.flatnonzero(~usable_rows(program, source, rows, position))])
     if len(bad) == source.total:
         raise ValueError(f"none of the {source.total} rows can be used.")
     source.rewind()
@@ -118,12 +120,28 @@ def usable_source(
     return source, head if all_rows is None else source.peek(num_rows(all_rows))
 
 
-def usable_rows(program: Program, source: RowSource, rows: Rows) -> np.ndarray:
-    """Which rows are finite, with outcomes in their support, (n,)."""
+def usable_rows(program: Program, source: RowSource, rows: Rows, position: int) -> np.ndarray:
+    """Which rows are finite, with outcomes in their support, (n,). ``position``: at which the source gave the first."""
     usable = finite_rows(rows)
     if usable.any():
-        usable &= program.begin_check(source.as_declared(replaced(rows, usable)[0]))()
+        whole = source.as_declared(replaced(rows, usable)[0])
+        check_integers(program, source, whole, position)
+        usable &= program.begin_check(whole)()
     return usable
+
+
+def check_integers(program: Program, source: RowSource, rows: Rows, position: int) -> None:
+    """:raises ValueError: naming an array of numbers that are no integers, where those of the first block are, and the
+    model indexes by them. ``position``: at which the source gave the first row."""
+    for name in program.index_arrays:
+        array = rows[name]
+        if array.dtype.kind == "f":
+            row = int(np.argwhere(array != np.round(array))[0][0]) if (array != np.round(array)).any() else 0
+            with located(source, position + row) as number:
+                raise BadData(
+                    f"row {number}: data array {name!r} holds {array[row]} there, in a block of dtype {array.dtype}, "
+                    f"and the model indexes by this array, of integers in the first block: give integers in all blocks."
+                )
 
 
 def ordered(source: RowSource, shuffle: bool | str, rng_key: jax.Array, *, useful: bool) -> RowSource:

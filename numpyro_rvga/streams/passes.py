@@ -32,7 +32,16 @@ from ..options import Info
 from ..progress import Bar
 from .checkpoints import fingerprint, plain_arrays, state_from_arrays
 from .feed import Feed, Piece
-from .opening import HEAD, PassOptions, check_finite_at, located, replaced, usable_rows, with_finite_head
+from .opening import (
+    HEAD,
+    PassOptions,
+    check_finite_at,
+    check_integers,
+    located,
+    replaced,
+    usable_rows,
+    with_finite_head,
+)
 from .source import NOTHING, SLICE, RowSource
 
 PREFETCH = 8  # steps under way: while they compute, the next rows are read
@@ -154,6 +163,7 @@ class Pass(ABC, Generic[S, R]):
                 if piece is not None:
                     if not self._checked and not self._options.skips:
                         check_finite_at(self._source, piece.rows, int(piece.positions[0]))
+                        check_integers(self._program, self._source, piece.rows, int(piece.positions[0]))
                     latest = pending[-1].after if pending else self.state
                     pending.append(self._begin(latest, piece, offset))
                     offset += piece.num_rows

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 from jax import Array
 
-from ..model.data.arguments import check_row_shapes, named_rows, row_shapes
-from ..model.data.arrays import as_data_array
+from ..model.data.arguments import check_row_shapes, declared_dtypes, named_rows, row_shapes
+from ..model.data.arrays import as_data_array, as_dtype
 from ..model.data.rows import Keywords, Rows, joined, num_rows, selected
 from .order import RandomOrder, one_round, rounds_of
 
@@ -32,7 +31,7 @@ class RowSource:
     :param order: in which rows are handed out; None: their own.
     :param left_out: the numbers in the data of rows that are not handed out, sorted.
     :param about: what else there is to say of where a row lies, given its number: a sentence.
-    :param dtypes: of arrays that may come as others where values are missing.
+    :param dtypes: of arrays that may come as floating-point numbers where values are missing.
     """
 
     def __init__(
@@ -139,8 +138,8 @@ class RowSource:
 
     def as_declared(self, rows: Rows) -> Rows:
         """Rows without missing values, of the types that their arrays have where none are missing."""
-        declared = {name: dtype for name, dtype in self._dtypes().items() if dtype.kind in "biu"}
-        return {n: x.astype(declared[n]) if x.dtype.kind == "f" and n in declared else x for n, x in rows.items()}
+        declared = self._dtypes()
+        return {n: as_dtype(x, declared[n]) if n in declared else x for n, x in rows.items()}
 
     def take(self, size: int) -> Rows | None:
         """The next ``size`` rows, fewer at the end, None after it."""
@@ -207,15 +206,15 @@ def _even(total: int, size: int) -> list[int]:
     return [min(size, total - start) for start in range(0, total, size)]
 
 
-def rows_in_memory(rows: Rows) -> RowSource:
-    """A source of arrays."""
+def rows_in_memory(rows: Rows, dtypes: Mapping[str, np.dtype]) -> RowSource:
+    """A source of arrays. ``dtypes``: of those that are floating-point numbers because values are missing."""
     total = num_rows(rows)
 
     def rest(start: int) -> Iterator[Rows]:
         if start < total:
             yield {name: array[start:] for name, array in rows.items()}
 
-    return RowSource(rest, total, seekable=True)
+    return RowSource(rest, total, seekable=True, dtypes=lambda: dtypes)
 
 
 def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Keywords) -> RowSource:
@@ -228,14 +227,21 @@ def rows_of_blocks(blocks: Iterable, model: Callable, model_kwargs: Keywords) ->
     listed: Any = _Listed(blocks) if isinstance(blocks, Sequence) else blocks
     seekable, total = hasattr(listed, "from_row"), getattr(listed, "num_rows", None)
     pieces = getattr(listed, "piece_sizes", PIECE)
+    of_first: dict[str, np.dtype] = {}  # block: the others have the same, but for where values are missing
+
+    def named(block: Any) -> Rows:
+        rows = named_rows(model, block, model_kwargs)
+        if not of_first:
+            of_first.update({name: array.dtype for name, array in rows.items()} | declared_dtypes(model, block))
+        return {name: as_dtype(array, of_first.get(name, array.dtype)) for name, array in rows.items()}
 
     def open_at(row: int) -> Iterator[Rows]:
         opened = iter(listed.from_row(row) if seekable else listed)
-        return _checked_blocks(opened, row, partial(named_rows, model, model_kwargs=model_kwargs))
+        return _checked_blocks(opened, row, named)
 
     def dtypes() -> dict[str, np.dtype]:
         declared = getattr(listed, "dtypes", {})
-        return {name: as_data_array(name, np.zeros(1, dtype)).dtype for name, dtype in declared.items()}
+        return of_first | {name: as_data_array(name, np.zeros(1, dtype)).dtype for name, dtype in declared.items()}
 
     about = getattr(listed, "about_row", None)
     return RowSource(open_at, total, seekable=seekable, pieces=pieces, about=about, dtypes=dtypes)

@@ -1,6 +1,7 @@
 """Data arrays mean in the model what they mean to the user: no wrapped integers, no lost masks, no objects."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -8,7 +9,7 @@ import pandas
 import pytest
 from shared_methods import shared
 
-from numpyro_rvga import RVGA
+from numpyro_rvga import BONG, RVGA, FixedPointVI
 from numpyro_rvga.model.data.arrays import as_data_array
 from numpyro_rvga.model.data.rows import equal, snapshot
 
@@ -37,9 +38,23 @@ def plain():
     return run(data())
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint64, np.float16])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint64, np.float16, np.longdouble])
 def test_narrow_and_unsigned_numbers_are_widened(dtype, plain):
     np.testing.assert_allclose(run(data(dtype)).mean, plain.mean, rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [">f8", ">f4", ">i4", ">i8", ">u2"])
+def test_numbers_in_another_byte_order_are_the_same_numbers(dtype, plain):
+    np.testing.assert_allclose(run(data(dtype)).mean, plain.mean, rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype, wide", [("bfloat16", np.float32), ("float8_e4m3fn", np.float32), ("int4", np.int32)])
+def test_narrow_types_of_jax_are_widened(dtype, wide):
+    values = np.arange(-4, 4)
+    for array in (values.astype(dtype), jnp.asarray(values, dtype)):
+        widened = as_data_array("x", array)
+        assert widened.dtype == wide
+        np.testing.assert_array_equal(widened, values)
 
 
 def test_codes_of_categories_are_widened():
@@ -101,8 +116,31 @@ def test_frames_of_several_numeric_types_are_numbers(value, expected):
 
 
 def test_columns_of_text_are_refused():
-    with pytest.raises(ValueError, match="'X' has dtype object; numbers are needed"):
+    with pytest.raises(ValueError, match=r"'X' has dtype object; numbers are needed\. Encode categories"):
         as_data_array("X", FRAME.assign(d=["1", "2", "3"]))
+
+
+@pytest.mark.parametrize("dtype", [complex, "datetime64[s]"])
+def test_what_is_no_category_is_refused_without_advice_on_categories(dtype):
+    with pytest.raises(ValueError, match=r"'x' has dtype .*; numbers are needed\.$"):
+        as_data_array("x", np.arange(3).astype(dtype))
+
+
+@pytest.mark.parametrize("method", [RVGA, BONG, FixedPointVI])
+def test_values_that_single_precision_does_not_hold_are_named(method):
+    rows = data()
+    rows["x"] = np.where(np.arange(NUM_ROWS) == 7, 1e39, rows["x"] / 100)
+    with jax.enable_x64(False), pytest.raises(ValueError, match=r"'x' holds .* 1e\+39 in row 7, too large for float32"):
+        method(regression).run(rows, progress_bar=False)
+
+
+def test_values_that_single_precision_does_not_hold_are_missing_rows():
+    rows = data()
+    rows["x"] = np.where(np.isin(np.arange(NUM_ROWS), [7, 150]), -1e39, rows["x"] / 100)
+    with jax.enable_x64(False):
+        for blocks in (rows, iter([rows])):
+            posterior = RVGA(regression).run(blocks, on_bad_row="skip", progress_bar=False)
+            np.testing.assert_array_equal(posterior.info["skipped_rows"], [7, 150])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import BadData, as_data_array, is_array, is_frame
+from .arrays import BadData, as_data_array, declared_dtype, is_array, is_frame
 from .rows import Arrays, Data, Keywords, Rows, same
 
 ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
@@ -76,6 +76,14 @@ def whole_data(
     return arrays, keywords
 
 
+def declared_dtypes(model: Callable, data: Data) -> dict[str, np.dtype]:
+    """The types of arrays that come as floating-point numbers because values are missing, by argument name."""
+    declared = {name: declared_dtype(value) for name, value in _by_name(model, data).items()}
+    return {
+        name: as_data_array(name, np.zeros(1, dtype)).dtype for name, dtype in declared.items() if dtype is not None
+    }
+
+
 def has_frames(model: Callable, data: Data) -> bool:
     return any(map(is_frame, _by_name(model, data).values()))
 
@@ -129,11 +137,18 @@ def checked_rows(model: Callable, data: Any, model_kwargs: Keywords) -> Rows:
 
 
 def check_finite(rows: Mapping[str, np.ndarray], first_row: int = 0, advice: str = MISSING) -> None:
-    """:raises NotRows: naming the array and the first row that holds NaN or an infinite value."""
+    """:raises NotRows: naming the array and the first row that holds NaN or an infinite value.
+    :raises BadData: likewise, for a value that is infinite in the precision of the computation."""
     for name, array in rows.items():
         bad = ~_finite(array)
         if bad.any():
             row = int(np.argmax(bad))
+            if np.isfinite(array[row]).all():
+                value, dtype = np.max(np.abs(array[row])), jax.dtypes.canonicalize_dtype(array.dtype)
+                raise BadData(
+                    f"data array {name!r} holds a value of size {value:.3g} in row {first_row + row}, too large for "
+                    f"{dtype}: give it in a larger unit, call numpyro.enable_x64() first, or pass on_bad_row='skip'."
+                )
             kind = "NaN" if np.isnan(array[row]).any() else "an infinite value"
             raise NotRows(f"data array {name!r} holds {kind} in row {first_row + row}. {advice}")
 
@@ -155,15 +170,19 @@ def check_row_shapes(rows: Arrays, shapes: Mapping[str, tuple[int, ...]], which:
 
 
 def finite_rows(rows: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Which rows hold neither NaN nor infinite values, (n,)."""
+    """Which rows hold neither NaN nor values that are infinite in the precision of the computation, (n,)."""
     return np.all([_finite(array) for array in rows.values()], axis=0)
 
 
 def _finite(array: np.ndarray) -> np.ndarray:
     """Which rows of an array hold finite values only, (n,)."""
-    if not np.issubdtype(array.dtype, np.inexact) or np.isfinite(array.sum()):  # finite sums have finite terms
+    if not array.size or not np.issubdtype(array.dtype, np.inexact):
         return np.ones(len(array), bool)
-    return np.all(np.isfinite(array.reshape(len(array), -1)), axis=1)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    largest = np.finfo(dtype).max
+    if np.isfinite(array.sum()) if dtype == array.dtype else array.max() <= largest and array.min() >= -largest:
+        return np.ones(len(array), bool)  # finite sums have finite terms
+    return np.all(np.abs(array.reshape(len(array), -1)) <= largest, axis=1)
 
 
 def split_call(model: Callable, rows: Arrays, model_kwargs: Keywords) -> tuple[tuple, dict]:

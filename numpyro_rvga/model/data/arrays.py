@@ -11,6 +11,7 @@ from jax import Array
 from jax.core import Tracer
 
 NUMERIC_KINDS = "biuf"
+CATEGORIES = "OSUT"  # kinds of objects and text
 
 
 class BadData(ValueError):
@@ -42,7 +43,7 @@ def as_data_array(name: str, value: Any) -> np.ndarray:
     """An array of numbers.
 
     Integers of fewer than 32 bits are widened, and so are unsigned ones, so that no arithmetic in the model wraps.
-    Masked and missing entries become NaN.
+    Masked and missing entries become NaN. Floating-point numbers are of 32 or 64 bits, in the machine's byte order.
 
     :param name: of the argument, for messages.
     :param value: anything that NumPy, pandas or Polars take for an array.
@@ -54,16 +55,15 @@ def as_data_array(name: str, value: Any) -> np.ndarray:
             f"data array {name!r} is traced by jax.jit, jax.grad or jax.vmap, and its values are read here: call run() "
             "outside of these. For steps inside them there is update()."
         )
-    array = _unmasked(name, _numeric(name, value))
+    array = _in_own_types(_unmasked(name, _numeric(name, value)))
     if array.dtype.kind in "mM":
         raise BadData(
             f"data array {name!r} has dtype {array.dtype}; numbers are needed. Convert times to numbers, counted from "
             "a near origin: (time - time.min()) / np.timedelta64(1, 'D')."
         )
     if array.dtype.kind not in NUMERIC_KINDS:
-        raise BadData(
-            f"data array {name!r} has dtype {array.dtype}; numbers are needed. Encode categories as integers."
-        )
+        advice = " Encode categories as integers." if array.dtype.kind in CATEGORIES else ""
+        raise BadData(f"data array {name!r} has dtype {array.dtype}; numbers are needed.{advice}")
     return _widened(name, array)
 
 
@@ -73,19 +73,31 @@ def _numeric(name: str, value: Any) -> np.ndarray:
         array = value if isinstance(value, np.ma.MaskedArray) else np.asarray(value)
     except ValueError as error:
         raise BadData(f"data array {name!r} is not rectangular: its rows differ in shape.") from error
-    dtypes = getattr(value, "dtypes", None)  # of a DataFrame one a column, of a Series its own
-    if array.dtype.kind != "O" or dtypes is None or not hasattr(value, "to_numpy"):
-        return array
-    columns = list(dtypes) if hasattr(dtypes, "__iter__") else [dtypes]
-    kinds = {getattr(dtype, "kind", "O") for dtype in columns}
-    if not kinds <= set(NUMERIC_KINDS):
+    kinds = _kinds_of_columns(value)
+    if array.dtype.kind != "O" or not kinds or not kinds <= set(NUMERIC_KINDS):
         return array
     complete = not np.asarray(value.isna()).any()
-    if complete and kinds <= set("iu"):
-        return value.to_numpy(dtype=np.int64)
-    if complete and kinds == {"b"}:
-        return value.to_numpy(dtype=bool)
+    declared = declared_dtype(value)
+    if complete and declared is not None:
+        return value.to_numpy(dtype=declared)
     return value.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _kinds_of_columns(value: Any) -> set[str]:
+    """The kinds of numbers that the columns of a frame hold, or a column; empty for others."""
+    dtypes = getattr(value, "dtypes", None)  # of a DataFrame one a column, of a Series its own
+    if dtypes is None or not hasattr(value, "to_numpy"):
+        return set()
+    columns = list(dtypes) if hasattr(dtypes, "__iter__") else [dtypes]
+    return {getattr(dtype, "kind", "O") for dtype in columns}
+
+
+def declared_dtype(value: Any) -> np.dtype | None:
+    """What the numbers of a frame's integer or boolean columns are where none is missing; None for others."""
+    kinds = _kinds_of_columns(value)
+    if kinds == {"b"}:
+        return np.dtype(bool)
+    return np.dtype(np.int64) if kinds and kinds <= set("iu") else None
 
 
 def _unmasked(name: str, array: np.ndarray) -> np.ndarray:
@@ -102,10 +114,22 @@ def _unmasked(name: str, array: np.ndarray) -> np.ndarray:
     )
 
 
+def _in_own_types(array: np.ndarray) -> np.ndarray:
+    """Numbers of JAX's narrow types, as bfloat16, in NumPy's, and all in the machine's byte order."""
+    if array.dtype.kind == "V" and array.dtype.names is None:
+        wide = next((wide for wide in (np.float32, np.int32) if _is_narrow(array.dtype, wide)), None)
+        return array if wide is None else array.astype(wide)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _is_narrow(dtype: np.dtype, wide: type) -> bool:
+    return jnp.issubdtype(dtype, np.floating if wide is np.float32 else np.integer)
+
+
 def _widened(name: str, array: np.ndarray) -> np.ndarray:
     kind, size = array.dtype.kind, array.dtype.itemsize
     if kind == "f":
-        return array if size >= 4 else array.astype(np.float32)
+        return array if size in (4, 8) else array.astype(np.float32 if size < 4 else np.float64)
     if kind == "b" or (kind == "i" and size == 4):
         return array
     if size < 4:
@@ -123,10 +147,17 @@ def _widened(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def as_integers(array: np.ndarray, like: Any) -> np.ndarray:
-    """Whole numbers in floating point as integers, where another array has integers."""
-    if array.dtype.kind != "f" or like.dtype.kind not in "iu" or not (array == np.round(array)).all():
+    """Whole numbers in floating point as integers, where another array has integers; and so zeros and ones as
+    booleans."""
+    return as_dtype(array, like.dtype)
+
+
+def as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Numbers in floating point in a type of integers or booleans, if they can be."""
+    if array.dtype.kind != "f" or dtype.kind not in "biu" or not np.isfinite(array).all():
         return array
-    return array.astype(like.dtype)
+    converted = array.astype(dtype)
+    return converted if (converted == array).all() else array
 
 
 def as_jax_array(name: str, value: Any) -> Array:
