@@ -23,9 +23,9 @@ from .engines.registry import Engines
 from .initialization import warn_of_rest
 from .model.data.arguments import checked_rows
 from .model.data.row_set import RowSet, row_set
-from .model.data.rows import Arrays, Data, num_rows, pad
+from .model.data.rows import Data, num_rows, pad
 from .model.program import Program
-from .options import Info, Options, check_choice, check_choice_or_own, check_count, default_key, described, key_numbers
+from .options import Info, Options, check_choice, check_choice_or_own, check_count, checked_key, described, key_numbers
 from .presets import PRESETS
 from .progress import progress
 from .results.fitted import check_init
@@ -260,7 +260,7 @@ class BONG:
             returns, if not None, is collected in ``info["callback"]``.
         :param prequential: ``"plugin"`` or ``"linearized"``: compute the log predictive density of each row under q
             before its update, at q's mean or averaged over linearized predictors. ``info["log_predictive"]`` (n,) has
-            them.
+            them, and NaN for rows that are left out.
         :param checkpoint: a file for the state of the run; with ``every`` and ``resume`` as for :meth:`RVGA.run`. After
             a restart, ``info["callback"]`` begins there.
         :param on_bad_row: ``"raise"`` or ``"skip"``, as for :meth:`RVGA.run`.
@@ -271,12 +271,12 @@ class BONG:
         """
         check_init(init, OnlineState)
         check_choice("prequential", prequential, PREDICTIONS)
-        if callback_every is not None and callback_every < 1:
-            raise ValueError(f"callback_every must be a positive number of rows, not {callback_every}.")
+        if callback_every is not None:
+            check_count("callback_every", callback_every)
         options = PassOptions(checkpoint, every, resume, on_bad_row)
         if self.num_epochs is not None and (checkpoint is not None or options.skips):
             raise ValueError("num_epochs goes without checkpoint and on_bad_row='skip': those are for a single pass.")
-        rng_key = default_key() if rng_key is None else rng_key
+        rng_key = checked_key(rng_key)
         source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
         if self.num_epochs is not None and all_rows is None:
             raise ValueError("num_epochs needs the data in memory: it passes over them again.")
@@ -315,22 +315,25 @@ class BONG:
         :return: the state, a pytree.
         """
         rows = checked_rows(self.model, data, model_kwargs)
-        rng_key = default_key() if rng_key is None else rng_key
+        rng_key = checked_key(rng_key)
         engine = self._engines.get_for_stream(rows, model_kwargs, rng_key)
         return self._start(self._of_engine(engine, rng_key), None, rng_key)
 
-    def update(self, state: OnlineState, data: Arrays) -> OnlineState:
+    def update(self, state: OnlineState, data: Data) -> OnlineState:
         """Update by rows, in blocks of ``block_size``.
 
         A pure function, also under ``jax.jit``. Rows are not checked. From a block that leaves no Gaussian on, the
         state does not change.
 
         :param state: from :meth:`init` or an earlier update.
-        :param data: a mapping from argument names to arrays, of the form that :meth:`init` saw.
+        :param data: a mapping from argument names to arrays, or a tuple of arrays, of the form that :meth:`init` saw.
         :raises RuntimeError: before :meth:`init`.
+        :raises ValueError: for arrays that are left out or differ in length.
         """
         online = self.online
         arrays = online.engine.program.rows_to_absorb(data)
+        if not num_rows(arrays):
+            return state
         rows, weights = pad(arrays, -(-num_rows(arrays) // self.block_size) * self.block_size)
         return online.stream(state, rows, weights, online.rate(self.rule), block_size=self.block_size)[0]
 
@@ -352,7 +355,7 @@ class BONG:
 
         :raises RuntimeError: before :meth:`init`.
         """
-        return self._of_engine(self._engines.last_engine, default_key())
+        return self._of_engine(self._engines.last_engine, checked_key(None))
 
     def online_of(self, program: Program, rng_key: Array) -> OnlineUpdates:
         """The updates for a program of this model."""

@@ -16,7 +16,7 @@ from .core.gaussians import FullGaussian
 from .engines.batch import BatchSolver
 from .engines.registry import Engines
 from .model.data.rows import Data
-from .options import LOCAL, MARGINALS, Options, check_choice, default_key
+from .options import LOCAL, MARGINALS, Options, check_choice, checked_key
 from .results.conditions import Conditions, check_conditions
 from .results.fitted import check_init
 from .results.integration import Integration, check_sites
@@ -162,7 +162,7 @@ class FixedPointVI:
         """
         started = time.perf_counter()
         check_init(init)
-        rng_key = default_key() if rng_key is None else rng_key
+        rng_key = checked_key(rng_key)
         engine, rows, reason = self._engines.together(data, model_kwargs, rng_key)
         if init is not None:
             engine.program.check_same_sites(init.program)
@@ -236,7 +236,7 @@ class FixedPointVI:
         :raises NotImplementedError: for discrete latents.
         """
         options = cls(model, expectation=expectation, order=order, num_samples=num_samples).options
-        rng_key = default_key() if rng_key is None else rng_key
+        rng_key = checked_key(rng_key)
         return check_conditions(model, options, data, posterior, means, variances, rng_key, model_kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import index
 from typing import Any, NamedTuple
 
 import jax
@@ -49,8 +50,8 @@ class Options(NamedTuple):
         if callable(self.expectation) and self.order != "auto":
             raise ValueError("your own expectation is differentiated: leave order at 'auto'.")
         for name, value in (("improper_prior_scale", improper_prior_scale), ("tolerance", self.tolerance)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, not {value}.")
+            if value is not None:
+                check_positive(name, value)
         for name, value in (("max_iterations", self.max_iterations), ("num_samples", self.num_samples)):
             check_count(name, value)
 
@@ -59,6 +60,20 @@ def default_key() -> Array:
     """``jax.random.key(0)``, without compiling a hash of the seed; not traced."""
     with jax.ensure_compile_time_eval():
         return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)), impl="threefry2x32")
+
+
+def checked_key(rng_key: Array | None) -> Array:
+    """The key, or :func:`default_key` for None.
+
+    :raises ValueError: for what is no key.
+    """
+    if rng_key is None:
+        return default_key()
+    try:
+        jax.random.key_data(rng_key)
+    except TypeError as error:
+        raise ValueError(f"rng_key must be a key of JAX's, as jax.random.key(0), not {rng_key!r}.") from error
+    return rng_key
 
 
 def key_numbers(rng_key: Array) -> list[int]:
@@ -91,9 +106,22 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
 
 
-def is_count(value: object, least: int) -> bool:
-    """Whether a value is an integer of at least ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def check_positive(name: str, value: Any) -> None:
+    """:raises ValueError: for what is no positive number."""
+    try:
+        is_positive = bool(value > 0)
+    except (TypeError, ValueError):
+        is_positive = False
+    if not is_positive:
+        raise ValueError(f"{name} must be positive, not {value!r}.")
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether a value is an integer, of Python's, NumPy's or JAX's, of at least ``least``."""
+    try:
+        return not isinstance(value, bool) and index(value) >= least
+    except TypeError:
+        return False
 
 
 def check_count(name: str, value: object) -> None:
@@ -102,10 +130,16 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a positive integer, not {value!r}.")
 
 
-def check_size(name: str, value: object, least: int) -> None:
-    """:raises ValueError: if ``value`` is neither 'auto' nor an integer of at least ``least``."""
-    if value != "auto" and not is_count(value, least):
+def checked_size(name: str, value: Any, least: int) -> int | str:
+    """The size as an integer of Python's, or 'auto'.
+
+    :raises ValueError: if ``value`` is neither 'auto' nor an integer of at least ``least``.
+    """
+    if isinstance(value, str) and value == "auto":
+        return value
+    if not is_count(value, least):
         raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, not {value!r}.")
+    return index(value)
 
 
 def check_shape(sample_shape: object) -> None:

@@ -25,9 +25,9 @@ from .families.by_site import SiteFamilies
 from .families.full import FullFamily
 from .group_streams import stream_groups
 from .model.data.row_set import RowSet
-from .model.data.rows import Arrays, Data, Keywords, Rows
+from .model.data.rows import Data, Keywords, Rows
 from .model.program import Program
-from .options import LOCAL, Info, Options, check_choice, default_key
+from .options import LOCAL, Info, Options, check_choice, checked_key, default_key
 from .results.fitted import check_init
 from .results.posterior import Posterior
 from .streams.block_plan import BlockPlan
@@ -275,7 +275,7 @@ class RVGA:
         check_init(init, State, OnlineState, MeanFieldState)
         passed: Info = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
         passed |= {"init": init, "progress_bar": progress_bar}
-        rng_key = default_key() if rng_key is None else rng_key
+        rng_key = checked_key(rng_key)
         return self._family.run(data, rng_key=rng_key, **passed, **model_kwargs)
 
     # ------------------------------------------------------------------ functional form
@@ -296,7 +296,7 @@ class RVGA:
         """
         return self._family.init(data, rng_key=rng_key, **model_kwargs)
 
-    def update(self, state: AnyState, data: Arrays) -> AnyState:
+    def update(self, state: AnyState, data: Data) -> AnyState:
         """Absorb a block of rows: jointly (implicit and Laplace), or one by one (explicit schemes). With dynamics,
         parameters move once before a joint update, and before each row of the others.
 
@@ -315,8 +315,9 @@ class RVGA:
             200
 
         :param state: from :meth:`init` or an earlier update.
-        :param data: a mapping from argument names to arrays, of the form that :meth:`init` saw.
+        :param data: a mapping from argument names to arrays, or a tuple of arrays, of the form that :meth:`init` saw.
         :raises RuntimeError: before :meth:`init`.
+        :raises ValueError: for arrays that are left out or differ in length.
         """
         return self._family.update(state, data)
 
@@ -378,7 +379,7 @@ class RVGA:
         """The rows that an earlier run took in, and their engine."""
         options = PassOptions(on_bad_row=on_bad_row)
         source, head, _ = open_source(data, self.model, model_kwargs, options)
-        engine = self._engines.get(head, dict(model_kwargs), default_key() if rng_key is None else rng_key)
+        engine = self._engines.get(head, dict(model_kwargs), checked_key(rng_key))
         return engine, usable_source(engine.program, source, head, None, options)[0]
 
     @property

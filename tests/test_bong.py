@@ -938,3 +938,43 @@ def test_digits_sorted_by_class_are_learned():
 
     options = {"family": "diagonal", "block_size": 10}
     assert accuracy(BONG(classes, **options)) > 0.9 > 0.8 > accuracy(BONG(classes, shuffle=False, **options))
+
+
+# ---------------------------------------------------------------------- rows that are left out, and updates
+@pytest.mark.parametrize("bad", [[0, 5], [9, 10, 11], [3, 11]], ids=str)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_every_row_has_a_prequential_density_and_bad_ones_have_nan_wherever_they_are(bad, streamed):
+    rows = data(n=12)
+    good = np.setdiff1d(np.arange(12), bad)
+    expected = fit(linear, {name: array[good] for name, array in rows.items()}, run={"prequential": "plugin"}).info[
+        "log_predictive"
+    ]
+    rows["y"] = np.where(np.isin(np.arange(12), bad), np.nan, rows["y"])
+    blocks = iter([part(rows, 5), part(rows, 5, 12)]) if streamed else rows
+    posterior = BONG(linear, shuffle=False).run(blocks, progress_bar=False, prequential="plugin", on_bad_row="skip")
+    found = posterior.info["log_predictive"]
+    assert found.shape == (12,)
+    np.testing.assert_array_equal(np.flatnonzero(np.isnan(found)), bad)
+    np.testing.assert_allclose(found[good], expected, rtol=1e-9)
+
+
+METHODS = [lambda: RVGA(linear), lambda: BONG(linear, block_size=4), lambda: RVGA(linear, family="diagonal")]
+
+
+@pytest.mark.parametrize("make", METHODS, ids=["RVGA", "BONG", "diagonal"])
+def test_updates_refuse_arrays_of_unequal_lengths(make):
+    method, rows = make(), data(n=12)
+    state = method.init(rows)
+    with pytest.raises(ValueError, match="must share their leading axis, the rows, but their lengths are X: 5, y: 12"):
+        method.update(state, {"X": rows["X"][:5], "y": rows["y"]})
+
+
+@pytest.mark.parametrize("make", METHODS, ids=["RVGA", "BONG", "diagonal"])
+def test_updates_take_tuples_and_no_rows(make):
+    method, rows = make(), data(n=12)
+    state = method.update(method.init(rows), rows)
+    of_tuple = jax.jit(method.update)(method.init(rows), (rows["X"], rows["y"]))
+    same = method.update(state, part(rows, 0))
+    for other in (of_tuple, same):
+        assert int(other.num_rows) == 12
+        np.testing.assert_allclose(method.posterior(other).mean, method.posterior(state).mean, rtol=1e-9)

@@ -108,3 +108,40 @@ def test_a_checkpoint_of_another_rule_is_refused(tmp_path):
 def test_what_is_no_choice_and_no_function_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         (BONG if "rule" in options else RVGA)(logistic, **options)
+
+
+def test_counts_may_be_integers_of_numpy(tmp_path):
+    options = {"block_size": np.int64(20), "max_iterations": np.int32(50)}
+    plain = {name: int(value) for name, value in options.items()}
+    found, expected = (run(RVGA(logistic, certify=False, **own)) for own in (options, plain))
+    np.testing.assert_array_equal(found.mean, expected.mean)
+    found.save(tmp_path / "posterior.npz")
+    checkpoint = {"checkpoint": tmp_path / "checkpoint", "every": np.int64(20)}
+    streamed = RVGA(logistic, certify=False, **options).run(DATA, progress_bar=False, **checkpoint)
+    again = RVGA(logistic, certify=False, **plain).run(DATA, progress_bar=False, **checkpoint, resume=True)
+    np.testing.assert_array_equal(again.mean, streamed.mean)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: RVGA(logistic, tolerance="a"), "tolerance must be positive, not 'a'"),
+        (lambda: FixedPointVI(logistic, tolerance=[1, 2]), r"tolerance must be positive, not \[1, 2\]"),
+        (lambda: RVGA(logistic, certificate_tolerance="a"), "certificate_tolerance must be positive, not 'a'"),
+        (lambda: BONG(logistic, rule="blr", learning_rate="a"), "learning_rate must be positive, not 'a'"),
+        (lambda: RVGA(logistic, block_size=2.5), "block_size must be 'auto' or an integer of at least 1, not 2.5"),
+        (lambda: BONG(logistic).run(DATA, callback=print, callback_every=2.5), "callback_every must be .*, not 2.5"),
+        (lambda: RVGA(logistic).run(DATA, rng_key=0), "rng_key must be a key of JAX's, as jax.random.key.*, not 0"),
+        (lambda: BONG(logistic).run(DATA, rng_key="key"), "rng_key must be a key of JAX's, .*, not 'key'"),
+        (lambda: FixedPointVI(logistic).run(DATA, rng_key=0.5), "rng_key must be a key of JAX's, .*, not 0.5"),
+        (lambda: RVGA(logistic).init(DATA, rng_key=0), "rng_key must be a key of JAX's"),
+    ],
+)
+def test_options_of_other_types_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["key", "PRNGKey"])
+def test_keys_of_both_of_jaxs_types_are_taken(key):
+    assert np.isfinite(RVGA(logistic).run(DATA, rng_key=key, progress_bar=False).elbo)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..core.expectations.by_nodes import Expectation
 from ..core.gaussians import FAMILIES
 from ..core.updates.rules import NATURAL, UpdateRule
-from ..options import EXPECTATIONS
+from ..options import EXPECTATIONS, check_positive
 
 PAPER_HESSIANS = ("lin-hess", "lin-ef", "mc-hess", "mc-ef", "mc-fisher", "delta-hess")
 HESSIANS = (*PAPER_HESSIANS, *(name for name in EXPECTATIONS if name != "linearized"))
@@ -68,8 +68,7 @@ def _check_projection(
 
 def check_rate(rule: str | UpdateRule, learning_rate: float) -> None:
     """:raises ValueError: for a rate that the rule does not take."""
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate must be positive, not {learning_rate!r}.")
+    check_positive("learning_rate", learning_rate)
     if callable(rule) and learning_rate != 1.0:
         raise ValueError("your own rule has its own learning rate: leave learning_rate at 1.")
     if rule in ("bong", "implicit") and learning_rate != 1.0:

@@ -17,12 +17,12 @@ from ..engines.mean_field import MOST_IN_GRID, MeanFieldState, MeanFieldUpdates
 from ..engines.registry import Engines
 from ..model.data.arguments import checked_rows
 from ..model.data.row_set import RowSet
-from ..model.data.rows import Arrays, Data, Keywords, Rows, linspace_indices, num_rows, selected
+from ..model.data.rows import Data, Keywords, Rows, linspace_indices, num_rows, selected
 from ..model.handlers.conditional import conditional_model
 from ..model.handlers.failures import of_stream
 from ..model.program import Program
 from ..model.site_families import FORMS, SiteEntries, site_entries
-from ..options import Info, check_choice, default_key, key_numbers
+from ..options import Info, check_choice, checked_key, key_numbers
 from ..progress import progress
 from ..results.merging.merge import state_of_gaussian
 from ..results.posterior import Posterior
@@ -102,9 +102,9 @@ class SiteFamilies:
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> MeanFieldState:
         """As :meth:`RVGA.init`."""
         rows = checked_rows(self.model, data, model_kwargs)
-        return self._updates_for(rows, model_kwargs, default_key() if rng_key is None else rng_key, None)[1].start
+        return self._updates_for(rows, model_kwargs, checked_key(rng_key), None)[1].start
 
-    def update(self, state: MeanFieldState, data: Arrays) -> MeanFieldState:
+    def update(self, state: MeanFieldState, data: Data) -> MeanFieldState:
         """As :meth:`RVGA.update`: all rows in one block."""
         program, updates = self.last
         rows = program.rows_to_absorb(data)

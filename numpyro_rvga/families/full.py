@@ -24,9 +24,9 @@ from ..engines.starts import modes_info, warn_of_modes
 from ..model.bad_rows import NotFinite
 from ..model.data.arguments import BadData, checked_rows
 from ..model.data.row_set import RowSet
-from ..model.data.rows import Arrays, Data, Rows, in_blocks, num_rows, without
+from ..model.data.rows import Data, Rows, in_blocks, num_rows, without
 from ..model.handlers.failures import of_stream
-from ..options import Info, default_key, key_numbers
+from ..options import Info, checked_key, key_numbers
 from ..progress import progress
 from ..results.joint import joint_posterior
 from ..results.merging.merge import state_of_gaussian
@@ -205,10 +205,10 @@ class FullFamily:
     def init(self, data: Data, *, rng_key: Array | None = None, **model_kwargs: Any) -> State:
         """As :meth:`RVGA.init`."""
         rows = checked_rows(self.model, data, model_kwargs)
-        rng_key = default_key() if rng_key is None else rng_key
+        rng_key = checked_key(rng_key)
         return initial_state(self._engines.get(rows, model_kwargs, rng_key))
 
-    def update(self, state: State, data: Arrays) -> State:
+    def update(self, state: State, data: Data) -> State:
         """As :meth:`RVGA.update`."""
         engine = self._engines.last_engine
         rows = engine.program.rows_to_absorb(data)

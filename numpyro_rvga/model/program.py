@@ -18,7 +18,15 @@ from ..core.jaxprs.interpret import depends_on, indexes
 from .bound.bound_likelihood import BoundLikelihood
 from .bound.model_runs import ReadingOptions
 from .bound.row_checks import RowCheck, check_whole_indices, check_whole_support, index_check, support_check
-from .data.arguments import check_row_shapes, checked_rows, finite_rows, row_shapes, whole_data_again
+from .data.arguments import (
+    by_name,
+    check_lengths,
+    check_row_shapes,
+    checked_rows,
+    finite_rows,
+    row_shapes,
+    whole_data_again,
+)
 from .data.arrays import as_integers, as_jax_array
 from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
 from .handlers.data_prior import DeterministicSites, PriorConstants, data_dependence
@@ -196,14 +204,16 @@ class Program(BoundLikelihood):
         self.check_same_sites(earlier)
         earlier.check_given(self.example_row, earlier.example_row)
 
-    def rows_to_absorb(self, data: Arrays) -> dict[str, Array]:
+    def rows_to_absorb(self, data: Data) -> dict[str, Array]:
         """Data arrays of the same form as JAX's, which may be traced, without reading their values.
 
-        :raises ValueError: for arrays that are left out, or that the model was not read with.
+        :raises ValueError: for arrays that are left out, that the model was not read with, or that differ in length.
         """
-        rows = {name: as_jax_array(name, array) for name, array in data.items() if array is not None}
+        named = by_name(self.model, data)
+        rows = {name: as_jax_array(name, array) for name, array in named.items() if array is not None}
         self.check_given(rows, self.example_row)
         self._check_known(rows)
+        check_lengths(rows)
         return rows
 
     def _check_known(self, rows: Collection[str]) -> None:

@@ -29,7 +29,7 @@ from ..model.bad_rows import NotFinite
 from ..model.data.rows import Data, Rows
 from ..model.handlers.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
-from ..options import MARGINALS, Info, Options, check_choice, default_key
+from ..options import MARGINALS, Info, Options, check_choice, checked_key, default_key
 from ..progress import progress
 from ..user_warnings import warn
 from .fitted import Fitted
@@ -281,7 +281,7 @@ def integrate(
     program.check_rows(rows)
     check_all_rows(posterior, rows)
     integration = Integration(DEFAULTS, program.improper_prior_scale, marginal=marginal)
-    key = default_key() if rng_key is None else rng_key
+    key = checked_key(rng_key)
     fields, reason = integration(program, sites, rows, key, progress_bar, posterior.mean)
     return {"info": dict(posterior.info) | {"not_integrated": reason}} if fields is None else fields
 

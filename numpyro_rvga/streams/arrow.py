@@ -53,7 +53,8 @@ class ParquetRows:
     :param columns: the model's argument names to columns: a name gives an array of shape ``(n,)``, or ``(n, k)`` for a
         column of lists of one length; a list of k names gives one of shape ``(n, k)``.
     :raises FileNotFoundError: if there is no such file, or none in a folder.
-    :raises ValueError: naming columns that a file does not have, and the columns that it has.
+    :raises ValueError: naming columns that a file does not have, and the columns that it has; and for no files or no
+        columns.
     :raises ImportError: without pyarrow.
 
     :ivar groups: the row groups that hold them.
@@ -62,6 +63,8 @@ class ParquetRows:
 
     def __init__(self, path: str | os.PathLike | Sequence[str | os.PathLike], columns: Columns):
         several = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        if not several:
+            raise ValueError("path must be a file, a folder or several of these: the list of them is empty.")
         files = [file for each in several for file in _files(Path(each))]
         with pyarrow_at_hand().parquet.ParquetFile(files[0]) as first:
             _check_columns(columns, first.schema_arrow.names, str(files[0]))
@@ -191,7 +194,7 @@ def _dtypes(schema: Any, columns: Columns) -> dict[str, np.dtype]:
     dtypes = {}
     for name, of in columns.items():
         fields = [empty.column(c).combine_chunks() for c in _names(of)]
-        values = [f.flatten() if hasattr(f, "value_lengths") else f for f in fields]
+        values = [field.flatten() if _is_list(field) else field for field in fields]
         dtypes[name] = np.result_type(*[_plain(value).dtype for value in values])
     return dtypes
 
@@ -211,12 +214,17 @@ def _array(batch: Any, name: str, where: str) -> np.ndarray:
     pyarrow = pyarrow_at_hand()
     column = batch.column(name)
     column = column.combine_chunks() if isinstance(column, pyarrow.ChunkedArray) else column
-    if pyarrow.types.is_list(column.type) or pyarrow.types.is_fixed_size_list(column.type):
+    if _is_list(column):
         lengths = column.value_lengths().unique().to_pylist()
         if len(lengths) != 1 or lengths[0] is None:
             raise ValueError(f"{where}: column {name!r} holds lists of different lengths, or none in some rows.")
         return _plain(column.flatten()).reshape(len(column), lengths[0])
     return _plain(column)
+
+
+def _is_list(column: Any) -> bool:
+    """Whether a column has lists, of any of Arrow's types."""
+    return hasattr(column, "value_lengths")
 
 
 def _plain(column: Any) -> np.ndarray:
@@ -247,7 +255,11 @@ def _groups(file: Path, columns: Columns) -> list[RowGroup]:
 
 
 def _check_columns(columns: Columns, names: Sequence[str], where: str) -> None:
+    if not columns:
+        raise ValueError("columns is empty: name a column for each argument, as in {'X': ['a', 'b'], 'y': 'c'}.")
     for argument, of in columns.items():
+        if not len(of):
+            raise ValueError(f"columns has no column for {argument!r}: {where} has {', '.join(names)}.")
         for name in _names(of):
             if name not in names:
                 raise ValueError(f"{where} has no column {name!r} for {argument!r}; it has {', '.join(names)}.")

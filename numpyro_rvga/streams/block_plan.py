@@ -10,7 +10,7 @@ from ..engines.engine import Engine
 from ..engines.sparse import SparseEngine, sparse_engine
 from ..model.data.row_set import num_distinct
 from ..model.data.rows import Rows, num_rows
-from ..options import Options, check_size
+from ..options import Options, checked_size
 from .source import RowSource
 
 RECURSIONS = ("explicit", "ekf", "qkf")  # which solve nothing
@@ -53,9 +53,8 @@ class BlockPlan:
 
     def __post_init__(self) -> None:
         """:raises ValueError: for sizes that do not exist, or that the scheme does not have."""
-        check_size("block_size", self.block_size, 1)
-        check_size("first_block", self.first_block, 0)
-        check_size("memory", self.memory, 0)
+        for name, least in (("block_size", 1), ("first_block", 0), ("memory", 0)):
+            object.__setattr__(self, name, checked_size(name, getattr(self, name), least))
         scheme = self.options.scheme
         if scheme != "implicit" and (self.block_size not in ("auto", 1) or self.keeps_or_begins):
             raise ValueError(f"scheme={scheme!r} fixes its blocks: leave block_size, first_block and memory at 'auto'.")

@@ -14,7 +14,7 @@ from ..engines.certificate import Certificate, SiteSums
 from ..engines.engine import Engine
 from ..model.data.row_set import RowSet, row_digests
 from ..model.data.rows import Rows, joined, num_rows, selected
-from ..options import Info, check_choice, check_count, key_numbers
+from ..options import Info, check_choice, check_count, check_positive, key_numbers
 from ..user_warnings import warn
 from .model_check import MOST_CONFIRMED, MOST_ROWS, NUM_PAIRS, Difference, ModelCheck
 from .recursive_pass import RecursivePass
@@ -52,8 +52,7 @@ class Certification:
     def __init__(self, certify: bool, max_looks: int, tolerance: float):
         check_choice("certify", certify, (True, False))
         check_count("max_looks", max_looks)
-        if not tolerance > 0:
-            raise ValueError(f"certificate_tolerance must be positive, not {tolerance}.")
+        check_positive("certificate_tolerance", tolerance)
         self.certify, self._max_looks, self._tolerance = certify, max_looks, tolerance
 
     def certifies(self, engine: Engine) -> bool:

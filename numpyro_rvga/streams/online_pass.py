@@ -127,9 +127,11 @@ class OnlinePass(Pass[OnlineState, BlockInfo]):
             self._call_back(self.state)
         info: Info = {"clipped": self.notes["clipped"]}
         if self.notes["log_predictive"]:
-            done, left_out = self._source.stored_progress(self.done, self._left_out)
-            densities = info["log_predictive"] = np.full(max(done, self.done), np.nan)
-            densities[np.setdiff1d(np.arange(len(densities)), left_out)] = np.concatenate(self.notes["log_predictive"])
+            taken, total = np.setdiff1d(np.arange(self.done), self._left_out), self.done
+            if self._source.order is None:  # else they are in the order of the visit
+                taken, total = self._source.numbers(taken), self.done + len(self._source.left_out)
+            densities = info["log_predictive"] = np.full(total, np.nan)
+            densities[taken] = np.concatenate(self.notes["log_predictive"])
         return info | self._call_back.info() | self.skipped()
 
 

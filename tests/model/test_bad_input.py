@@ -625,3 +625,19 @@ def test_updates_with_an_array_that_the_model_was_not_read_with_are_refused_by_n
     state = inference.init(data)
     with pytest.raises(ValueError, match="fitted without data array 'zone'"):
         inference.update(state, data | {"zone": np.zeros(NUM_ROWS, np.int32)})
+
+
+@pytest.mark.parametrize("options", [{"local": "prior"}, {"family": "diagonal"}, {"method": BONG}], ids=str)
+@pytest.mark.parametrize("kind", ["discrete", "positive"])
+def test_methods_that_do_not_integrate_latents_of_rows_say_so(options, kind):
+    def model(y):
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        with numpyro.plate("rows", len(y)):
+            z = numpyro.sample("z", dist.Bernoulli(0.5) if kind == "discrete" else dist.Gamma(2.0, 2.0))
+            numpyro.sample("y", dist.Normal(a + z, 1.0), obs=y)
+
+    what = "do not sum over states" if kind == "discrete" else "take only Normal ones"
+    others = {name: value for name, value in options.items() if name != "method"}
+    with pytest.raises(NotImplementedError, match=rf"site 'z' is a .*BONG, other families .* {what}") as raised:
+        options.get("method", RVGA)(model, **others).run(iter([{"y": X[:, 0]}]), progress_bar=False)
+    assert "all rows at once" not in str(raised.value)

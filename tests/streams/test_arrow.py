@@ -188,3 +188,35 @@ def test_files_that_were_replaced_by_shorter_ones_are_refused_with_both_numbers(
     expected = r"row group 1 had 100 rows, and has 50" if size == 100 else r"row group 0 had 500 rows, and has 150"
     with pytest.raises(ValueError, match=f"t.parquet has changed since its rows were counted: its {expected}"):
         RVGA(model, shuffle=shuffle).run(rows, progress_bar=False)
+
+
+@pytest.mark.parametrize("kind", ["list_", "large_list", "list_view", "large_list_view"])
+def test_lists_of_one_length_are_rows_of_a_matrix_in_every_type_of_arrow(kind):
+    values = np.arange(20.0).reshape(10, 2)
+    table = pa.table({"X": pa.array(values.tolist(), getattr(pa, kind)(pa.float64()))})
+    batches = table.slice(0, 4).to_batches() + table.slice(4).to_batches()
+    blocks = arrow_blocks(batches, {"X": "X"})
+    np.testing.assert_array_equal(joined(blocks)["X"], values)
+    assert blocks.dtypes == {"X": np.float64}
+
+
+def test_parquet_with_long_lists_gives_the_posterior_of_the_arrays(tmp_path):
+    lists = pa.array(data()["X"].tolist(), pa.large_list(pa.float64()))
+    pq.write_table(pa.table({"X": lists, "y": data()["y"]}), tmp_path / "rows.parquet", row_group_size=100)
+    rows = ParquetRows(tmp_path, {"X": "X", "y": "y"})
+    found = RVGA(model).run(rows, progress_bar=False)
+    np.testing.assert_allclose(found.mean, RVGA(model).run(data(), progress_bar=False).mean, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [({}, "columns is empty: name a column for each argument"), ({"X": [], "y": "y"}, "no column for 'X': .* has")],
+)
+def test_arguments_without_columns_are_refused(folder, columns, message):
+    with pytest.raises(ValueError, match=message):
+        ParquetRows(folder, columns)
+
+
+def test_no_files_are_refused():
+    with pytest.raises(ValueError, match="the list of them is empty"):
+        ParquetRows([], COLUMNS)

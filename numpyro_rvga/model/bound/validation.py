@@ -87,8 +87,8 @@ def check_continuous(sites: Mapping[str, SiteInfo], local_names: frozenset[str],
         if name in local_names:
             are_states = all(sites[of_row].is_discrete for of_row in local_names)
             raise (LocalStates if are_states else LocalLatents)(
-                f"site {name!r} is a discrete latent variable of each row, which local='prior' does not take. "
-                "RVGA(model, local='marginal') sums over its states."
+                f"site {name!r} is a discrete latent variable of each row. BONG, other families than 'full' and "
+                "local='prior' do not sum over states: RVGA(model, local='marginal') does."
             )
         where = f"the plate {site.plates[-1]!r}" if site.plates else "the whole model"
         raise CoupledRows(
@@ -122,8 +122,9 @@ def local_latents(
             )
         if not (marginal or site.is_normal or site.is_discrete):
             raise LocalLatents(
-                f"site {name!r} is a latent variable inside the row plate {sorted(inside)[0]!r}, and local='prior' "
-                "takes only Normal ones: RVGA(model, local='marginal') integrates others out."
+                f"site {name!r} is a latent variable inside the row plate {sorted(inside)[0]!r}. BONG, other families "
+                "than 'full' and local='prior' take only Normal ones: RVGA(model, local='marginal') integrates others "
+                "out."
             )
         names.add(name)
     return frozenset(names)

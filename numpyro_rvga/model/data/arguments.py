@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .arrays import BadData, as_data_array, declared_dtype, is_array, is_frame
-from .rows import Arrays, Data, Keywords, Rows, same
+from .rows import Arrays, Data, Keywords, Rows, num_rows, same
 
 ROW = "numpyro_rvga.row"  # among a program's rows: their numbers, where the model always runs on all data
 PARAMS = "numpyro_rvga.params"  # among a program's rows: the numpyro.param sites, the same for all of them
@@ -42,16 +42,21 @@ def named_rows(model: Callable, data: Data, model_kwargs: Keywords) -> Rows:
     rows = {name: as_data_array(name, value) for name, value in named.items()}
     if not rows:
         raise NotRows("the data hold no array: give a mapping from the model's argument names to arrays of rows.")
-    lengths = {name: len(array) for name, array in rows.items()}
+    check_lengths(rows)
+    if not num_rows(rows):
+        raise BadData(f"the data have no rows: {', '.join(rows)} are empty.")
+    return rows
+
+
+def check_lengths(rows: Arrays) -> None:
+    """:raises NotRows: for arrays that differ in length."""
+    lengths = {name: len(array) if np.ndim(array) else "none" for name, array in rows.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         raise NotRows(
             f"the data arrays must share their leading axis, the rows, but their lengths are {listed}. "
             "Pass what is not per row as a keyword argument of run()."
         )
-    if not next(iter(lengths.values())):
-        raise BadData(f"the data have no rows: {', '.join(rows)} are empty.")
-    return rows
 
 
 def whole_data(
@@ -78,14 +83,14 @@ def whole_data(
 
 def declared_dtypes(model: Callable, data: Data) -> dict[str, np.dtype]:
     """The types of arrays that come as floating-point numbers because values are missing, by argument name."""
-    declared = {name: declared_dtype(value) for name, value in _by_name(model, data).items()}
+    declared = {name: declared_dtype(value) for name, value in by_name(model, data).items()}
     return {
         name: as_data_array(name, np.zeros(1, dtype)).dtype for name, dtype in declared.items() if dtype is not None
     }
 
 
 def has_frames(model: Callable, data: Data) -> bool:
-    return any(map(is_frame, _by_name(model, data).values()))
+    return any(map(is_frame, by_name(model, data).values()))
 
 
 def whole_data_again(model: Callable, data: Data, model_kwargs: Keywords) -> Rows:
@@ -95,7 +100,7 @@ def whole_data_again(model: Callable, data: Data, model_kwargs: Keywords) -> Row
     :param model_kwargs: those of the run, with what of its data was no array.
     :raises ValueError: for what is no array and not as it was in the run.
     """
-    named = {name: value for name, value in _by_name(model, data).items() if name in model_kwargs and value is not None}
+    named = {name: value for name, value in by_name(model, data).items() if name in model_kwargs and value is not None}
     again = {name for name, value in named.items() if is_frame(value) or not is_array(value)}
     others = {name: value for name, value in model_kwargs.items() if name not in again}
     arrays, keywords = whole_data(model, data, others, keeps_frames=any(map(is_frame, named.values())))
@@ -118,7 +123,7 @@ def _what_it_is(value: object) -> str:
 
 def _named(model: Callable, data: Data, model_kwargs: Keywords) -> dict[str, Any]:
     """:raises ValueError: for arguments that are given twice, missing, or not the model's."""
-    named = _by_name(model, data)
+    named = by_name(model, data)
     clash = sorted(set(named) & set(model_kwargs))
     if clash:
         raise BadData(f"{clash[0]!r} is given twice: in the data and as a keyword argument of run().")
@@ -211,7 +216,11 @@ def absent_arguments(model: Callable, given: Iterable[str]) -> list[str]:
     return [p.name for p in _parameters(model) if p.default is None and p.name not in given]
 
 
-def _by_name(model: Callable, data: Data) -> dict[str, Any]:
+def by_name(model: Callable, data: Data) -> dict[str, Any]:
+    """The data by argument name.
+
+    :raises ValueError: for what is neither a mapping nor a tuple of the model's positional arguments.
+    """
     if isinstance(data, Mapping):
         return dict(data)
     refuse_frames(data)

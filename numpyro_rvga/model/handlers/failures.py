@@ -90,6 +90,8 @@ def of_stream(error: Exception) -> Exception:
             "is read. Compute this beforehand and pass it as a keyword argument, as in run(blocks, num_groups=12), "
             f"choose by jnp.where, not by if; or give {_JOINTLY}"
         )
+    if isinstance(error, LocalLatents):  # all rows at once would not help
+        return error
     if isinstance(error, CoupledRows) or (isinstance(error, ValueError) and "improper prior" in str(error)):
         return type(error)(f"{error} Or give {_JOINTLY}")
     return error
@@ -97,7 +99,7 @@ def of_stream(error: Exception) -> Exception:
 
 _JOINTLY = (
     "all rows at once, which are then solved for jointly: RVGA(model).run({'x': x, 'y': y}) with arrays, and "
-    "block_size, first_block, memory, dynamics, checkpoint and init left out."
+    "family, block_size, first_block, memory, dynamics, checkpoint and init left out."
 )
 
 

@@ -21,7 +21,7 @@ from ...engines.registry import Engines
 from ...model.data.arguments import named_rows
 from ...model.data.rows import Data, Keywords, Rows, joined, num_rows, selected
 from ...model.members import Members, members_of
-from ...options import Options, default_key
+from ...options import Options, checked_key
 from .rounds import Shared, relative_rounding
 
 SAMPLE = 200  # groups that are solved for first
@@ -81,7 +81,7 @@ class GroupModel(NamedTuple):
 
     def bind(self, rows: Rows, count: int) -> tuple[Engine, Members]:
         """The model bound to rows of ``count`` members, and perhaps one more, of which there are no rows."""
-        key = default_key() if self.rng_key is None else self.rng_key
+        key = checked_key(self.rng_key)
         apart = count + (num_rows(rows) == count)  # a plate that is as long as the rows would be one of theirs
         engines = Engines(self.model, self.options, self.improper_prior_scale, batch=True, mesh=self.mesh)
         engine = engines.get(rows, {**self.model_kwargs, self.plate.size: apart}, key, rows)
