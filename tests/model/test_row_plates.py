@@ -101,6 +101,24 @@ def test_a_plate_over_rows_may_have_a_constant_for_its_size():
     assert_is_of_items(posterior, outcomes)
 
 
+def test_a_plate_of_another_site_that_happens_to_be_as_long_as_the_data_is_none_over_rows():
+    """An offset for each item, measured once, beside rows."""
+    measured, group = RNG.normal(size=6), np.array([0, 1, 2, 3, 4, 4])
+    outcomes = RNG.normal(size=6)
+
+    def model(y, group):
+        with numpyro.plate("items", 6):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("measured", dist.Normal(b, 1.0), obs=measured)
+        with numpyro.plate("rows", y.shape[0]):
+            numpyro.sample("y", dist.Normal(b[group], 1.0), obs=y)
+
+    posterior = RVGA(model).run({"y": outcomes, "group": group}, progress_bar=False)
+    assert posterior.info["rows"] == "independent"
+    counts, sums = np.bincount(group, minlength=6), np.bincount(group, outcomes, minlength=6)
+    np.testing.assert_allclose(posterior.mean, (measured + sums) / (2 + counts), atol=1e-6)
+
+
 def test_one_row_of_one_item_shows_which_plate_grows():
     method = RVGA(items_and_rows)
     outcomes = RNG.normal(size=(5, 1))

@@ -44,6 +44,8 @@ def plates_of_length(sizes: Mapping[str, tuple[int, int]], length: int, outcomes
 def may_be_of_others(outcomes: Mapping[str, Outcome], plates: set[str], length: int) -> bool:
     """Whether plates that :func:`plates_of_length` found may be along another dimension of an outcome than its rows,
     by chance of the same length."""
+    if len(plates) > 1:
+        return True
     for outcome in outcomes.values():
         found = {dim for plate, dim in outcome.plates.items() if plate in plates}
         alike = {dim for dim, lengths in outcome.lengths.items() if length in lengths}
