@@ -269,7 +269,7 @@ class BONG:
         :raises ValueError: for unusable data, naming the array and the row; and where an update leaves no Gaussian,
             naming the row and what to change. The last good state is then in :attr:`state`.
         """
-        check_init(init, OnlineState)
+        check_init(init, goes_on=True)
         check_choice("prequential", prequential, PREDICTIONS)
         if callback_every is not None:
             check_count("callback_every", callback_every)
@@ -370,7 +370,8 @@ class BONG:
                 warn_of_rest(online.engine.program, online.start.mean)
             return online.initial_state(rng_key)
         program = online.engine.program
-        if isinstance(init, OnlineState):
+        if not isinstance(init, Posterior):
+            online.check_holds(init)
             return in_precision(init, program.dtype)
         program.check_continues(init.program)
         if isinstance(init.state, OnlineState) and online.holds(init.state):
@@ -382,11 +383,7 @@ class BONG:
         return online.at_time(state, init.info.get("time"))
 
     def _posterior(
-        self,
-        online: OnlineUpdates,
-        state: OnlineState,
-        info: Info,
-        row_sets: tuple[RowSet, ...] = (),
+        self, online: OnlineUpdates, state: OnlineState, info: Info, row_sets: tuple[RowSet, ...] = ()
     ) -> Posterior:
         """:param row_sets: what was taken in, if that is recorded."""
         info = self._described | info | dynamics_info(self.dynamics, state)

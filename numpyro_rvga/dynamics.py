@@ -65,10 +65,13 @@ class RandomWalk:
         :param root: of the prior's covariance, (P, P), or its standard deviations (P,).
         :param elapsed: time since the last update, positive.
 
-        :raises ValueError: naming sites that the model does not have.
+        :raises ValueError: naming sites that the model does not have, or whose scale has another shape.
         """
-        scale = _by_parameter(self.scale, layout) if isinstance(self.scale, Mapping) else self.scale
-        noise = jnp.sqrt(elapsed) * jnp.broadcast_to(jnp.asarray(scale, mean.dtype), mean.shape)
+        if isinstance(self.scale, Mapping):
+            scale = _by_parameter(self.scale, layout)
+        else:
+            scale = _broadcast(self.scale, mean.shape, "a random walk")
+        noise = jnp.sqrt(elapsed) * scale.astype(mean.dtype)
         return Transition(jnp.ones_like(mean), jnp.zeros_like(mean), noise)
 
 
@@ -185,8 +188,17 @@ def _by_parameter(scales: Mapping[str, Any], layout: Layout) -> Array:
     unknown = sorted(set(scales) - set(layout.site_names))
     if unknown:
         raise ValueError(f"the model has no latent site {unknown[0]!r}; it has {', '.join(layout.site_names)}.")
-    filled = {n: jnp.broadcast_to(jnp.asarray(scales.get(n, 0.0)), layout.shapes[n]) for n in layout.site_names}
-    return layout.ravel(filled)
+    shapes = layout.shapes
+    return layout.ravel({n: _broadcast(scales.get(n, 0.0), shapes[n], f"site {n!r}") for n in layout.site_names})
+
+
+def _broadcast(scale: Any, shape: tuple[int, ...], of: str) -> Array:
+    """:raises ValueError: for a scale of another shape."""
+    try:
+        return jnp.broadcast_to(jnp.asarray(scale), shape)
+    except ValueError:
+        message = f"the scale of {of} must be one number or have shape {shape}, not {np.shape(scale)}."
+        raise ValueError(message) from None
 
 
 def _checked(coefficients: list, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

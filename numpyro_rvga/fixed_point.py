@@ -161,7 +161,7 @@ class FixedPointVI:
         :raises NotImplementedError: for discrete latents that cannot be summed out.
         """
         started = time.perf_counter()
-        check_init(init)
+        check_init(init, goes_on=False)
         rng_key = checked_key(rng_key)
         engine, rows, reason = self._engines.together(data, model_kwargs, rng_key)
         if init is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from operator import index
 from typing import Any, NamedTuple
 
@@ -54,6 +54,30 @@ class Options(NamedTuple):
                 check_positive(name, value)
         for name, value in (("max_iterations", self.max_iterations), ("num_samples", self.num_samples)):
             check_count(name, value)
+
+
+def check_state(init: Any, start: Any, of_model: Callable[[Any], Any]) -> None:
+    """:raises ValueError: for a state from which no run can go on: of another method, family or model.
+
+    :param init: what is no posterior. :param start: the state before any row.
+    :param of_model: of a state, the arrays whose shapes are those of the family and the model.
+    """
+    if type(init) is not type(start):
+        raise ValueError(
+            f"init must be a posterior or a state of this method, not {type(init).__name__}. Of a state of another "
+            "method, pass the posterior: method.posterior(state)."
+        )
+    theirs, ours = (jax.tree.map(np.shape, of_model(state)) for state in (init, start))
+    if theirs != ours:
+        raise ValueError(
+            "init is a state of another model or family: its arrays have shapes "
+            f"{jax.tree.leaves(theirs, is_leaf=_is_shape)}, here they have {jax.tree.leaves(ours, is_leaf=_is_shape)}. "
+            "Of a state of another family, pass the posterior: method.posterior(state)."
+        )
+
+
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
 
 
 def default_key() -> Array:

@@ -272,7 +272,7 @@ class RVGA:
         :raises NotImplementedError: for discrete latents that cannot be summed out, for ``numpyro.param`` sites in a
             stream, and for rows of a stream that are not independent.
         """
-        check_init(init, State, OnlineState, MeanFieldState)
+        check_init(init, goes_on=True)
         passed: Info = {"checkpoint": checkpoint, "every": every, "resume": resume, "on_bad_row": on_bad_row}
         passed |= {"init": init, "progress_bar": progress_bar}
         rng_key = checked_key(rng_key)

@@ -614,6 +614,26 @@ def test_the_full_family_goes_on_from_any_other(family):
     assert_exact(fit(linear, part(rows, 10, None), run={"init": first}), exact_posterior(rows))
 
 
+@pytest.mark.parametrize(
+    "method, maker, message",
+    [
+        (BONG(linear), RVGA(linear), "state of this method, not State"),
+        (RVGA(linear), BONG(linear), "state of this method, not OnlineState"),
+        (RVGA(unknown_scale), RVGA(linear), r"another model or family: its arrays have shapes \[\(3,\), \(3, 3\)\]"),
+        (
+            BONG(linear, family="diagonal"),
+            BONG(linear),
+            r"have shapes \[\(3,\), \(3, 3\)\], here they have \[\(3,\), \(3,\)",
+        ),
+        (BONG(linear, family="low-rank", rank=1), BONG(linear, family="low-rank", rank=2), "method.posterior"),
+    ],
+)
+def test_a_state_of_another_method_model_or_family_is_no_start(method, maker, message):
+    rows = data(n=4)
+    with pytest.raises(ValueError, match=message):
+        method.run(rows, init=maker.init(rows), progress_bar=False)
+
+
 def test_a_posterior_of_other_sites_is_no_start():
     first = fit(linear, data(n=4))
     with pytest.raises(ValueError, match="latent sites"):

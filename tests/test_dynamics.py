@@ -263,6 +263,11 @@ def test_what_cannot_be_is_refused_at_construction(make, message):
     "dynamics, message",
     [
         (RandomWalk({"slop": 0.1}), "no latent site 'slop'"),
+        (
+            RandomWalk({"slope": np.ones(3)}),
+            r"scale of site 'slope' must be one number or have shape \(\), not \(3,\)",
+        ),
+        (RandomWalk(np.ones(3)), r"scale of a random walk must be one number or have shape \(2,\), not \(3,\)"),
         (LinearDynamics(np.eye(3), np.zeros(2), np.eye(2)), "matrix must have shape"),
         (LinearDynamics(np.eye(2), np.zeros(2), -np.eye(2)), "positive semi-definite"),
         (LinearDynamics(*level_and_trend(jnp)[:2], lambda dt: -dt * np.eye(2), time="t"), "positive semi-definite"),

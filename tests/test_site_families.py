@@ -337,6 +337,27 @@ def test_a_stream_goes_on_from_a_checkpoint_and_leaves_bad_rows_out(tmp_path):
     assert skipped.info["num_skipped"] == 2
 
 
+def test_a_checkpoint_leaves_the_block_size_as_it_is_given(tmp_path):
+    """Rows that are not conjugate: their order, and how they are cut, have a part in the result."""
+
+    def shifted(y=None):
+        of_rows = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with numpyro.plate("rows", len(y)):
+            numpyro.sample("y", dist.Poisson(of_rows + 1.0), obs=y)
+
+    method = RVGA(shifted, family={"rate": "gamma"}, block_size=5, shuffle=False)
+    plain = method.run({"y": COUNTS}, progress_bar=False)
+    stored = method.run({"y": COUNTS}, checkpoint=tmp_path / "run", every=2, progress_bar=False)
+    assert stored.info["num_blocks"] == plain.info["num_blocks"] == -(-len(COUNTS) // 5)
+    np.testing.assert_array_equal(stored.gaussian.natural, plain.gaussian.natural)
+
+
+def test_a_state_of_another_method_is_no_start():
+    with pytest.raises(ValueError, match="state of this method, not State"):
+        start = RVGA(rate).init({"y": COUNTS})
+        RVGA(rate, family={"rate": "gamma"}).run({"y": COUNTS}, init=start, progress_bar=False)
+
+
 # ---------------------------------------------------------------------- what is refused
 def half_cauchy(y=None):
     of_rows = numpyro.sample("rate", dist.HalfCauchy(1.0))

@@ -21,6 +21,7 @@ from ..dynamics import Dynamics, movement_of
 from ..initialization import initial_location
 from ..model.data.rows import num_rows
 from ..model.predictive import check_can_be_drawn, drawn_log_likelihood, log_predictive
+from ..options import check_state
 from .engine import Engine
 
 RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start
@@ -163,6 +164,10 @@ class OnlineUpdates:
         """Whether the state's Gaussian is one of this family."""
         shapes = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
         return shapes(state.gaussian) == shapes(self.start)
+
+    def check_holds(self, init: Any) -> None:
+        """:raises ValueError: for what is no state of this method, model and family."""
+        check_state(init, self.initial_state(self.engine.rng_key), lambda state: state.gaussian)
 
     @property
     def one_by_one(self) -> bool:

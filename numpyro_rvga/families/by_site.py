@@ -22,7 +22,7 @@ from ..model.handlers.conditional import conditional_model
 from ..model.handlers.failures import of_stream
 from ..model.program import Program
 from ..model.site_families import FORMS, SiteEntries, site_entries
-from ..options import Info, check_choice, checked_key, key_numbers
+from ..options import Info, check_choice, check_state, checked_key, key_numbers
 from ..progress import progress
 from ..results.merging.merge import state_of_gaussian
 from ..results.posterior import Posterior
@@ -78,7 +78,7 @@ class SiteFamilies:
         source, head, all_rows = open_source(data, self.model, model_kwargs, options, self.shuffle)
         program, updates = self._updates_for(head, model_kwargs, rng_key, all_rows if init is None else None)
         source, head = usable_source(program, source, head, all_rows, options)
-        block = min(self._block_size(updates, source.total), options.most_rows)
+        block = self._block_size(updates, source.total, options.most_rows)
         is_longer = source.is_longer_than(block)
         visited = ordered(source, self.shuffle, rng_key, useful=is_longer)
         start = self.state = updates.start if init is None else self._state_of(init, program, updates)
@@ -131,10 +131,12 @@ class SiteFamilies:
         return self.last[1].width <= MOST_IN_GRID
 
     # ------------------------------------------------------------------ inside
-    def _block_size(self, updates: MeanFieldUpdates, total: int | None) -> int:
+    def _block_size(self, updates: MeanFieldUpdates, total: int | None, most_rows: int) -> int:
+        """:param most_rows: of a block whose size the user leaves open."""
         if self.block_size != "auto":
             return int(self.block_size)
-        return min(STREAM_ROWS if total is None else total, max(1, BLOCK_NUMBERS // updates.numbers_per_row))
+        total = STREAM_ROWS if total is None else total
+        return min(total, max(1, BLOCK_NUMBERS // updates.numbers_per_row), most_rows)
 
     def _updates_for(
         self, rows: Rows, model_kwargs: Keywords, rng_key: Array, all_rows: Rows | None
@@ -175,8 +177,9 @@ class SiteFamilies:
     def _state_of(
         self, init: Posterior | MeanFieldState, program: Program, updates: MeanFieldUpdates
     ) -> MeanFieldState:
-        """:raises ValueError: for posteriors with other families."""
-        if isinstance(init, MeanFieldState):
+        """:raises ValueError: for posteriors with other families, and for states of another method or model."""
+        if not isinstance(init, Posterior):
+            check_state(init, updates.start, lambda state: (state.gaussian.mean, state.natural))
             return in_precision(init, program.dtype)
         program.check_continues(init.program)
         q = init.gaussian

@@ -26,7 +26,7 @@ from ..model.data.arguments import BadData, checked_rows
 from ..model.data.row_set import RowSet
 from ..model.data.rows import Data, Rows, in_blocks, num_rows, without
 from ..model.handlers.failures import of_stream
-from ..options import Info, checked_key, key_numbers
+from ..options import Info, check_state, checked_key, key_numbers
 from ..progress import progress
 from ..results.joint import joint_posterior
 from ..results.merging.merge import state_of_gaussian
@@ -257,7 +257,8 @@ class FullFamily:
     @staticmethod
     def _state_of(init: Posterior | State, engine: Engine) -> State:
         dtype = engine.program.dtype
-        if isinstance(init, State):
+        if not isinstance(init, Posterior):
+            check_state(init, engine.program.initial_state, lambda state: (state.mean, state.root))
             return in_precision(init, dtype)
         engine.program.check_continues(init.program)
         state = init.state if isinstance(init.state, State) else state_of_gaussian(init, init.gaussian)

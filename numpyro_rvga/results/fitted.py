@@ -297,18 +297,19 @@ class Fitted:
         return values, batch_shape
 
 
-def check_init(init: object, *states: type) -> None:
+def check_init(init: object, *, goes_on: bool) -> None:
     """Warns of a mixture that is to take in rows, of which one Gaussian is left.
 
-    :param states: types of the states that the method goes on from; none: it does not go on, but begins there.
-    :raises ValueError: for what is neither a posterior nor of these.
+    :param goes_on: whether the method goes on from there, as it does from states; else it begins there.
+    :raises ValueError: for what is neither a posterior nor, if the method goes on, a state.
     """
+    states = (State, OnlineState, MeanFieldState) if goes_on else ()
     if init is not None and not isinstance(init, (Fitted, *states)):
         raise ValueError(
-            f"init must be a posterior{' or a state' if states else ''}, and is of type {type(init).__name__}. (If it "
+            f"init must be a posterior{' or a state' if goes_on else ''}, and is of type {type(init).__name__}. (If it "
             "is meant for the model: run has an argument of this name itself, so give the model's another one.)"
         )
-    if states and isinstance(init, Fitted) and isinstance(init.gaussian, GaussianMixture):
+    if goes_on and isinstance(init, Fitted) and isinstance(init.gaussian, GaussianMixture):
         warn(
             "init is a mixture, and the run goes on from one Gaussian of its mean and covariance: the skewness of what "
             "was integrated out is lost. Integrate old and new rows together to keep it."
