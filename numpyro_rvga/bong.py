@@ -368,7 +368,7 @@ class BONG:
         if init is None:
             if self.init_loc_fn is None:
                 warn_of_rest(online.engine.program, online.start.mean)
-            return online.initial_state(rng_key)
+            return online.first_state(rng_key)
         program = online.engine.program
         if not isinstance(init, Posterior):
             online.check_holds(init)

@@ -332,8 +332,8 @@ SYSTEMS = {
 }
 
 
-def kalman_filter(rows, matrix, offset, noise, block_size=1):
-    mean, covariance, evidence = PRIOR_MEAN * np.ones(3), PRIOR_SCALE**2 * np.eye(3), 0.0
+def kalman_filter(rows, matrix, offset, noise, block_size=1, prior=None):
+    mean, covariance, evidence = PRIOR_MEAN * np.ones(3), PRIOR_SCALE**2 * np.eye(3) if prior is None else prior, 0.0
     for start in range(0, len(rows["y"]), block_size):
         X, y = (rows[name][start : start + block_size] for name in ("X", "y"))
         mean, covariance = matrix @ mean + offset, matrix @ covariance @ matrix.T + noise
@@ -416,6 +416,65 @@ def test_correlated_priors_take_the_place_of_what_stood_for_them(family):
     np.testing.assert_allclose(posterior.mean, mean, rtol=1e-8)
     found = np.diag(np.linalg.inv(posterior.covariance))
     np.testing.assert_allclose(found, np.diag(np.linalg.inv(covariance)), rtol=1e-8)
+
+
+@pytest.mark.parametrize("family", ["block-diagonal", "low-rank"])
+@pytest.mark.parametrize("decay", [None, 1.0, 0.8])
+def test_correlated_priors_are_exact_in_every_family_that_holds_them(family, decay):
+    """With dynamics too, under which they are stationary. Rows are predicted by them from the first."""
+    rows, kept = data(n=6), 1.0 if decay is None else decay
+    dynamics = None if decay is None else OrnsteinUhlenbeck(decay)
+    run = {"prequential": "linearized"}
+    posterior = fit(correlated, rows, family=family, rank=3, dynamics=dynamics, run=run)
+    system = kept * np.eye(3), (1 - kept) * PRIOR_MEAN * np.ones(3), (1 - kept**2) * CORRELATED
+    *moments, evidence = kalman_filter(rows, *system, prior=CORRELATED)
+    assert_exact(posterior, moments)
+    np.testing.assert_allclose(posterior.info["log_predictive"].sum(), evidence, rtol=1e-8)
+
+
+def levels(X, y=None):
+    center = numpyro.sample("center", dist.Normal(0.0, 2.0))
+    w = numpyro.sample("w", dist.Normal(center, 0.3).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, 3.0), obs=y)
+
+
+@pytest.mark.parametrize("dynamics", [None, RandomWalk(0.0)])
+def test_effects_around_a_mean_are_exact_in_a_low_rank_that_holds_all(dynamics):
+    rows = data(d=2)
+    posterior = fit(levels, rows, family="low-rank", rank=3, dynamics=dynamics)
+    prior = np.array([[0.25 + 2 / 0.09, -1 / 0.09, -1 / 0.09], [-1 / 0.09, 1 / 0.09, 0], [-1 / 0.09, 0, 1 / 0.09]])
+    design = np.pad(rows["X"], ((0, 0), (1, 0)))
+    covariance = np.linalg.inv(prior + design.T @ design / 9)
+    assert_exact(posterior, (covariance @ design.T @ rows["y"] / 9, covariance))
+
+
+def test_a_correlated_prior_is_a_block_from_the_start_beside_one_that_is_not_gaussian():
+    def unknown_noise(X, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        w = numpyro.sample("w", dist.MultivariateNormal(PRIOR_MEAN * jnp.ones(3), CORRELATED))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", dist.Normal(X @ w, scale), obs=y)
+
+    for member in ({"family": "block-diagonal"}, {"family": "low-rank", "rank": 4}):
+        method = BONG(unknown_noise, **member)
+        q = method.init(data(n=2)).gaussian
+        np.testing.assert_allclose(q.mean[1:], PRIOR_MEAN, rtol=1e-9)
+        np.testing.assert_allclose(q.covariance()[1:, 1:], CORRELATED, rtol=1e-9)
+        posterior = method.posterior(method.init(data(n=2)))
+        np.testing.assert_allclose(posterior.covariance[1:, 1:], CORRELATED, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "member", [{"family": "diagonal"}, {"family": "block-diagonal"}, {"family": "low-rank", "rank": 1}], ids=str
+)
+def test_families_that_drop_what_a_prior_couples_say_so(member):
+    rows = data(d=2)
+    with pytest.warns(UserWarning, match=f"couples entries of site 'center', and family='{member['family']}' drops"):
+        fit(levels, rows, **member)
+    with pytest.warns(UserWarning, match=f"with dynamics family='{member['family']}' begins without"):
+        before = BONG(levels, dynamics=RandomWalk(0.1), **member).init(rows).gaussian
+    np.testing.assert_allclose(before.deviation(), np.sqrt([4.0, 4.09, 4.09]), rtol=1e-9)
 
 
 # ---------------------------------------------------------------------- starts

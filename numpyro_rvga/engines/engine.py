@@ -314,7 +314,7 @@ class Engine:
         return {name: value for name, value in problem.prior_inputs.items() if name == PARAMS}
 
     def solve_with_exact_prior(
-        self, prior_inputs: dict, state: State, rest: Array | None = None, indices: np.ndarray | None = None
+        self, prior_inputs: dict, state: State, rest: Array | None = None, indices: Array | None = None
     ) -> tuple[State, StepInfo]:
         """The best Gaussian for the summary of the data (the state over the prior's Gaussian) times the prior itself.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,16 +14,17 @@ import numpy as np
 from jax import Array, lax
 
 from ..core.compilation import Compiled, single_kernel
-from ..core.gaussians import DiagonalGaussian, Family, FullGaussian, LowRankGaussian, Movement, converted
+from ..core.gaussians import Family, LowRankGaussian, Movement, converted
 from ..core.updates.estimators import Observation, implicit, make_estimator
 from ..core.updates.rules import Rule, Updated, iterate, update
-from ..core.updates.state import CanonicalGaussian, Count, new_state
+from ..core.updates.state import Count
 from ..dynamics import Dynamics, movement_of
 from ..initialization import initial_location
 from ..model.data.rows import num_rows
 from ..model.predictive import check_can_be_drawn, drawn_log_likelihood, log_predictive
 from ..options import check_state
 from .engine import Engine
+from .online_prior import start_of, warn_of_dropped, warn_of_start, with_exact_prior
 
 RANDOM_SHARE = 0.01  # of the precision, in a low-rank factor from which plain gradients start
 MANY_PARAMETERS = 10_000  # from which passes over arrays of them take most of a step
@@ -43,7 +45,7 @@ class OnlineOptions(NamedTuple):
 class OnlineState(NamedTuple):
     """q after ``num_rows`` rows.
 
-    :ivar gaussian: q. Prior terms that are not Gaussian are approximated in it, unless ``has_exact_prior``.
+    :ivar gaussian: q. What the family does not hold of the prior is approximated in it, unless ``has_exact_prior``.
     :ivar num_blocks: the number of updates; with ``rng_key`` it determines the key of the next.
     :ivar has_exact_prior: whether q has the exact prior.
     :ivar time: of the last row, if parameters move by the rows' time stamps; NaN before the first.
@@ -87,17 +89,17 @@ class OnlineUpdates:
             self._estimator = partial(implicit, engine.effort.settings)
         else:
             self._estimator = make_estimator(options.hessian, options.num_samples)
+        self.is_moving = dynamics is not None
         self._set_prior(init)
         self.movement: Movement | None = None
         if dynamics is not None:
-            root = self.start.root if isinstance(self.start, FullGaussian) else self.start.deviation()
-            self.movement = movement_of(dynamics, engine.program, self.start.mean, root)
+            self.movement = movement_of(dynamics, engine.program, self.start.mean, self._start.noise_root)
         options: dict[str, Any] = {"routines": True, "long_arrays": engine.program.layout.size >= MANY_PARAMETERS}
         self.stream = Compiled(self._stream, ("block_size", "predict"), **options)
         self.unchecked_stream = Compiled(self._unchecked_stream, ("block_size",), **options)
         self.one_block = Compiled(self._one_block, ("predict",), **options)  # rounds as the stream does
         self.one_iteration = Compiled(self._one_iteration)
-        self._exact_prior = Compiled(self._with_exact_prior)
+        self._exact_prior = Compiled(partial(with_exact_prior, engine))
 
     def bind(self, engine: Engine, init: Array | None) -> OnlineUpdates:
         """The updates for a program that differs in what the data determine; see :meth:`Engine.bind`."""
@@ -123,24 +125,26 @@ class OnlineUpdates:
                     )
 
     def _set_prior(self, init: Array | None) -> None:
-        """Set the first q, the Gaussian approximation of prior terms in it, and the indices of its entries."""
-        program = self.engine.program
-        if self.options.family == "full":
-            state = program.initial_state
-            self.indices, self._site = None, state.prior_factor
-            self.start: Family = FullGaussian(_first_finite(init, state.mean), state.root)
-            return
-        mean, variance = (jnp.asarray(x, program.dtype) for x in program.marginals[:2])
-        start = DiagonalGaussian(_first_finite(init, mean), variance)
-        self.indices, self._site = program.marginals.indices, program.factor_of_marginals
-        self.start = self._converted(start)
-        if isinstance(self.start, LowRankGaussian) and self.rule.is_plain:
+        """Set the first q, and what of the prior it approximates."""
+        program, rule = self.engine.program, self.rule
+        rank = min(self.options.rank, program.layout.size)
+        holds_all = rank == program.layout.size and not rule.is_plain  # of a smaller one, rows need all
+        self._start = start_of(program, self.options.family, rank, holds_all=holds_all)
+        q = self._start.gaussian
+        self.start: Family = dataclasses.replace(q, mean=_first_finite(init, q.mean))
+        if isinstance(self.start, LowRankGaussian) and rule.is_plain:
             self.start = self.start.with_random_factor(self.engine.rng_key, RANDOM_SHARE)
 
     def initial_state(self, rng_key: Array) -> OnlineState:
         zero = jnp.zeros((), jnp.int32)
-        exact = jnp.asarray(self._site is None)
+        exact = jnp.asarray(self._start.factor is None)
         return self.at_time(OnlineState(self.start, Count.of(0), zero, rng_key, exact), None)
+
+    def first_state(self, rng_key: Array) -> OnlineState:
+        """:meth:`initial_state`, with a warning if dynamics begin without the prior's correlations."""
+        if self.is_moving:
+            warn_of_start(self.engine.program, self.options.family, self._start)
+        return self.initial_state(rng_key)
 
     def at_time(self, state: OnlineState, time: Any) -> OnlineState:
         """The state for this method's dynamics. ``time``: of its last row; None if there is none."""
@@ -318,30 +322,13 @@ class OnlineUpdates:
         """
         if bool(state.has_exact_prior) or self.movement is not None:
             return state.gaussian
-        after, is_valid = self._exact_prior(self.engine.program.prior_inputs, state.gaussian, self._site)
-        if not bool(is_valid):
+        program, start = self.engine.program, self._start
+        after, shares = self._exact_prior(program.prior_inputs, state.gaussian, start.factor, start.indices)
+        if not bool(after.is_valid()):
             raise ValueError("the final solve against the true prior has no finite result: is the prior proper?")
+        if start.indices is not None:
+            warn_of_dropped(program, self.options.family, start.indices, np.asarray(shares))
         return after
-
-    def _with_exact_prior(self, prior_inputs: dict, q: Family, site: CanonicalGaussian) -> tuple[Family, Array]:
-        """Solve with the exact prior over the entries that its terms depend on, with a full Gaussian.
-
-        Other families than the full one then keep the diagonal of the change of the precision, as in all their steps.
-
-        :return: q, and whether it is a Gaussian.
-        """
-        program, indices = self.engine.program, self.indices
-        some = q.as_full() if indices is None else _marginal(q, indices)
-        state = new_state(some.mean, some.root, site)
-        if program.prior.terms:
-            state, info = self.engine.solve_with_exact_prior(prior_inputs, state, q.mean, indices)
-            after = FullGaussian(state.mean, jnp.where(info.ok, state.root, jnp.nan))
-        else:
-            after = _divided(some, site)
-        if indices is not None:
-            before, precision = _precision(some.root), _precision(after.root)
-            after = q.with_information(indices, before @ (after.mean - some.mean), jnp.diagonal(precision - before))
-        return after, after.is_valid()
 
 
 def online_of(
@@ -367,25 +354,6 @@ def online_of(
 
 def _first_finite(preferred: Array | None, other: Array) -> Array:
     return other if preferred is None else jnp.where(jnp.isnan(preferred), other, preferred)
-
-
-def _marginal(q: Family, indices: np.ndarray) -> FullGaussian:
-    """The marginal of q over some entries."""
-    selected = jnp.zeros((len(indices), len(q.mean)), q.mean.dtype).at[jnp.arange(len(indices)), indices].set(1.0)
-    root = q.predictor_root(selected)
-    return FullGaussian(q.mean[indices], jnp.linalg.cholesky(root @ root.T))
-
-
-def _divided(q: FullGaussian, site: CanonicalGaussian) -> FullGaussian:
-    """q divided by ``site``."""
-    root = jnp.linalg.inv(jnp.linalg.cholesky(_precision(q.root) - site.precision)).T
-    _, slope = site.at(q.mean)
-    return FullGaussian(q.mean - root @ (root.T @ slope), root)
-
-
-def _precision(root: Array) -> Array:
-    inverse = jnp.linalg.inv(root)
-    return inverse.T @ inverse
 
 
 def _block_at(start: Array, size: int, rows: dict, weights: Array) -> tuple[tuple[dict, Array], Array]:

@@ -144,7 +144,7 @@ class Program(BoundLikelihood):
     def _copied(self) -> Program:
         """A copy without the cached properties that depend on parameters or data."""
         other = copy.copy(self)
-        for name in ("identity", "_moments_of_draws", "initial_state", "marginals", "factor_of_marginals"):
+        for name in ("identity", "_moments_of_draws", "initial_state", "marginals", "coupled_prior"):
             other.__dict__.pop(name, None)
         return other
 

@@ -1,5 +1,7 @@
 """The Gaussian families against dense matrices."""
 
+import dataclasses
+
 import dense_rules as dense
 import jax
 import jax.numpy as jnp
@@ -310,14 +312,37 @@ def test_low_rank_of_almost_full_rank_holds_any_full_gaussian(rank):
     np.testing.assert_allclose(moments(found)[1], moments(q)[1], rtol=1e-7, atol=1e-9)
 
 
-def test_a_raised_gaussian_is_pulled_by_its_covariance_and_has_a_larger_precision(q):
-    places, pull, more = np.array([1, 3]), np.array([0.7, -0.4]), np.array([0.5, 2.0])
+@pytest.mark.parametrize("coupling", [0.0, 0.1, -0.9])
+def test_a_raised_gaussian_is_pulled_by_its_covariance_and_has_what_its_family_holds_of_the_precision(q, coupling):
+    """Entries 3 and 4 are one block, entry 1 is of another."""
+    places, pull = np.array([1, 3, 4]), np.array([0.7, -0.4, 0.2])
+    more = np.array([[0.5, coupling, -coupling], [coupling, 2.0, coupling], [-coupling, coupling, -0.1]])
     found = q.with_information(places, jnp.asarray(pull), jnp.asarray(more))
     mean, covariance = moments(q)
     np.testing.assert_allclose(found.mean, mean + covariance[:, places] @ pull, rtol=1e-11)
     precision = np.linalg.inv(covariance)
-    precision[places, places] += more
-    np.testing.assert_allclose(moments(found)[1], np.linalg.inv(precision), rtol=1e-11, atol=1e-12)
+    precision[np.ix_(places, places)] += more
+    after = np.linalg.inv(moments(found)[1])
+    np.testing.assert_allclose(np.diag(after), np.diag(precision), rtol=1e-9)
+    if isinstance(q, DiagonalGaussian):
+        precision = np.diag(np.diag(precision))
+    elif isinstance(q, BlockDiagonalGaussian):
+        precision = precision * WITHIN
+    elif isinstance(q, LowRankGaussian) and coupling:  # better than its factor alone
+        start = dense.as_dense(q).precision
+        assert np.linalg.norm(after - precision) < np.linalg.norm(
+            start - np.diag(np.diag(start - precision)) - precision
+        )
+        return
+    np.testing.assert_allclose(after, precision, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rank", [P - 1, P])
+def test_low_rank_of_almost_full_rank_holds_any_information(rank):
+    q = gaussian("low-rank", rank=rank)
+    more = np.random.default_rng(7).normal(size=(P, P)) * 0.1
+    found = q.with_information(np.arange(P), jnp.zeros(P), jnp.asarray(more + more.T))
+    np.testing.assert_allclose(np.linalg.inv(moments(found)[1]), dense.as_dense(q).precision + more + more.T, rtol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["diagonal", "block-diagonal", "low-rank"])
@@ -325,6 +350,8 @@ def test_parts_are_joined_by_their_natural_parameters(family):
     """Exactly, where the rank holds the sum: prior + sum of (part - prior)."""
     parts = [gaussian(family, seed=i, rank=P) for i in (1, 2)]
     prior = converted(DiagonalGaussian(jnp.ones(P), jnp.full(P, 20.0)), family, P, SIZES)
+    if family == "low-rank":
+        prior = dataclasses.replace(prior, factor=0.1 * gaussian(family, seed=3, rank=P).factor)
     found = prior.joined(parts)
 
     def natural(q):

@@ -13,7 +13,7 @@ from jax.scipy.linalg import block_diag
 
 from ..matrices.linalg import cholesky
 from .full import FullGaussian
-from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, nan_if_invalid, with_information
+from .steps import ExpectedDerivatives, Transition, joined_in_natural_parameters, nan_if_invalid, shifted
 
 
 @jax.tree_util.register_dataclass
@@ -128,10 +128,13 @@ class BlockDiagonalGaussian:
         return sum((a.kl_divergence(b) for a, b in zip(self.blocks, other.blocks)), jnp.zeros(()))
 
     def predict(self, transition: Transition) -> BlockDiagonalGaussian:
-        """Exact where matrix and noise are diagonal; else the blocks of the covariance."""
-        if transition.matrix.ndim == 2 or transition.noise_root.ndim == 2:
-            return self.blocks_of(self.as_full().predict(transition), [len(root) for root in self.roots])
-        parts = zip(self.blocks, *map(self._split, transition))
+        """Exact where the matrix is diagonal and the noise is independent between blocks; else the blocks of the
+        covariance."""
+        sizes = [len(root) for root in self.roots]
+        if transition.matrix.ndim == 2:
+            return self.blocks_of(self.as_full().predict(transition), sizes)
+        noise = jnp.split(transition.noise_root, np.cumsum(sizes)[:-1])
+        parts = zip(self.blocks, self._split(transition.matrix), self._split(transition.offset), noise)
         return self.of([block.predict(Transition(*part)) for block, *part in parts])
 
     @classmethod
@@ -143,4 +146,20 @@ class BlockDiagonalGaussian:
         roots = tuple(cholesky(jnp.split(part, ends, axis=1)[i]) for i, part in enumerate(rows))
         return cls(q.mean, roots)
 
-    joined, with_information = joined_in_natural_parameters, with_information
+    def with_information(
+        self, indices: Array | np.ndarray, information: Array, precision: Array
+    ) -> BlockDiagonalGaussian:
+        """As :meth:`~.full.Family.with_information`."""
+        shift = self.covariance_times(jnp.zeros_like(self.mean).at[indices].set(information))
+        blocks, start = [], 0
+        for block in self.blocks:
+            size, zeros = len(block.mean), jnp.zeros_like(block.mean)
+            place = jnp.asarray(indices) - start
+            place = jnp.where((place >= 0) & (place < size), place, size)  # others are dropped
+            added = jnp.zeros((size, size), zeros.dtype).at[place[:, None], place].set(precision, mode="drop")
+            held = ExpectedDerivatives(zeros, jnp.eye(size, dtype=zeros.dtype), added)
+            blocks.append(block.natural_step(held, 1.0, "natural"))
+            start += size
+        return shifted(nan_if_invalid(self.of(blocks)), shift)
+
+    joined = joined_in_natural_parameters

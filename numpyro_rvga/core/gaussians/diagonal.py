@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ..matrices.linalg import column_sums
@@ -17,7 +18,6 @@ from .steps import (
     joined_in_natural_parameters,
     log_normal,
     nan_if_invalid,
-    with_information,
 )
 
 
@@ -139,7 +139,14 @@ class DiagonalGaussian:
         ratio = self.variance / other.variance
         return 0.5 * jnp.sum(ratio + (self.mean - other.mean) ** 2 / other.variance - 1 - jnp.log(ratio))
 
-    joined, with_information = joined_in_natural_parameters, with_information
+    def with_information(self, indices: Array | np.ndarray, information: Array, precision: Array) -> DiagonalGaussian:
+        """As :meth:`~.full.Family.with_information`."""
+        mean = self.mean.at[indices].add(self.variance[indices] * information)
+        excess = self.variance[indices] * jnp.diagonal(precision)
+        variance = self.variance.at[indices].divide(1 + excess)
+        return nan_if_invalid(DiagonalGaussian(mean, variance))
+
+    joined = joined_in_natural_parameters
 
     def predict(self, transition: Transition) -> DiagonalGaussian:
         if transition.matrix.ndim == 2:

@@ -98,10 +98,12 @@ class Family(Protocol):
     def kl_divergence(self, other: Self) -> Array:
         """KL(self || other)."""
 
-    def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> Self:
-        """Mean moved by Sigma ``information``, then ``diagonal`` added to the precision; both at some entries.
+    def with_information(self, indices: Array | np.ndarray, information: Array, precision: Array) -> Self:
+        """Mean moved by Sigma ``information``, then ``precision`` added to that of q; both at some entries. The family
+        keeps what it can hold of the sum, which has the exact diagonal.
 
-        :param indices: (K,), the entries. :param information: (K,). :param diagonal: (K,).
+        :param indices: (K,), the entries. :param information: (K,). :param precision: (K, K), symmetric, and not
+            necessarily positive: the sum is.
         """
 
     def predict(self, transition: Transition) -> Self:
@@ -237,11 +239,11 @@ class FullGaussian:
         trace = jnp.sum(ratio * ratio) + shift @ shift - len(shift)
         return 0.5 * trace - jnp.linalg.slogdet(ratio)[1]
 
-    def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> FullGaussian:
+    def with_information(self, indices: Array | np.ndarray, information: Array, precision: Array) -> FullGaussian:
         """As :meth:`Family.with_information`."""
         size, count = len(self.mean), len(indices)
         selected = jnp.zeros((count, size), self.mean.dtype).at[jnp.arange(count), indices].set(1.0)
-        held = ExpectedDerivatives(jnp.zeros_like(self.mean), selected, jnp.diag(diagonal))
+        held = ExpectedDerivatives(jnp.zeros_like(self.mean), selected, precision)
         return shifted(self.natural_step(held, 1.0, "natural"), self.covariance_times(information @ selected))
 
     def predict(self, transition: Transition) -> FullGaussian:

@@ -60,10 +60,8 @@ class LowRankGaussian:
         return jnp.sqrt(1 / self.diagonal - column_sums(self._narrowing() ** 2))
 
     def as_full(self) -> FullGaussian:
-        precision = jnp.diag(self.diagonal) + self.factor.T @ self.factor
-        return FullGaussian(
-            self.mean, solve_lower(cholesky(precision), jnp.eye(len(self.mean), dtype=self.mean.dtype)).T
-        )
+        identity = jnp.eye(len(self.mean), dtype=self.mean.dtype)
+        return FullGaussian(self.mean, solve_lower(cholesky(self._precision()), identity).T)
 
     def log_prob(self, theta: Array) -> Array:
         shift = theta - self.mean
@@ -152,21 +150,42 @@ class LowRankGaussian:
         factor = solve_lower(jnp.linalg.cholesky(inner), self.factor * (scale / (self.diagonal * variance)))
         return LowRankGaussian(mean, 1 / variance, factor)
 
-    def with_information(self, indices: Array | np.ndarray, information: Array, diagonal: Array) -> LowRankGaussian:
-        """As :meth:`Family.with_information`."""
-        mean = self.mean + self.covariance_times(jnp.zeros_like(self.mean).at[indices].set(information))
-        return LowRankGaussian(mean, self.diagonal.at[indices].add(diagonal), self.factor)
+    def with_information(self, indices: Array | np.ndarray, information: Array, precision: Array) -> LowRankGaussian:
+        """As :meth:`~.full.Family.with_information`. Of a small rank, negative directions are part of the diagonal."""
+        zeros, rank = jnp.zeros_like(self.mean), len(self.factor)
+        mean = self.mean + self.covariance_times(zeros.at[indices].set(information))
+        if self._is_dense:
+            return leading_part(mean, self._precision().at[jnp.asarray(indices)[:, None], indices].add(precision), rank)
+        own = jnp.diagonal(precision)
+        values, vectors = jnp.linalg.eigh(precision - jnp.diag(own))
+        own = own + vectors**2 @ jnp.minimum(values, 0.0)
+        leading = jnp.sqrt(jnp.maximum(values, 0.0))[:, None] * vectors.T
+        added = jnp.zeros((len(values), len(zeros)), zeros.dtype).at[:, indices].set(leading)
+        return projected(mean, zeros, self.diagonal.at[indices].add(own), [self.factor, added], rank)
 
     def joined(self, parts: list[LowRankGaussian]) -> LowRankGaussian:
         """This prior times the ratio of each part to it, projected to the family.
 
-        A prior's factor is random (:meth:`with_random_factor`) or zero: its diagonal alone is divided out.
+        Of a small rank, a prior's factor is random (:meth:`with_random_factor`) or zero: its diagonal alone is divided
+        out.
         """
-        prior = self.diagonal + column_sums(self.factor**2)
-        diagonal = prior + sum(q.diagonal - prior for q in parts)
         linear = self._precision_times(self.mean)
         linear = linear + sum(q._precision_times(q.mean) - self._precision_times(self.mean) for q in parts)
+        if self._is_dense:
+            own = self._precision()
+            precision = own + sum(q._precision() - own for q in parts)
+            return leading_part(jnp.linalg.solve(precision, linear), precision, len(self.factor))
+        prior = self.diagonal + column_sums(self.factor**2)
+        diagonal = prior + sum(q.diagonal - prior for q in parts)
         return projected(jnp.zeros_like(linear), linear, diagonal, [q.factor for q in parts], len(self.factor))
+
+    @property
+    def _is_dense(self) -> bool:
+        """Whether the rank is that of any matrix: the factor takes as much memory as the precision."""
+        return len(self.factor) >= len(self.mean) - 1
+
+    def _precision(self) -> Array:
+        return jnp.diag(self.diagonal) + self.factor.T @ self.factor
 
     def _precision_times(self, vector: Array) -> Array:
         return self.diagonal * vector + (self.factor @ vector) @ self.factor

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -116,15 +115,6 @@ def joined_in_natural_parameters(prior: Q, parts: list[Q]) -> Q:
     natural = [q.coordinates("natural") for q in (prior, *parts)]
     total = jax.tree.map(lambda first, *others: first + sum(x - first for x in others), *natural)
     return prior.from_coordinates(total, "natural")
-
-
-def with_information(q: Q, indices: Array | np.ndarray, information: Array, diagonal: Array) -> Q:
-    """As :meth:`~.full.Family.with_information`, of a family whose natural step takes a diagonal."""
-    zeros = jnp.zeros_like(q.mean)
-    no_rows = jnp.zeros((0, len(zeros)), zeros.dtype)
-    added = ExpectedDerivatives(zeros, no_rows, diagonal=zeros.at[indices].set(diagonal))
-    shift = q.covariance_times(zeros.at[indices].set(information))
-    return shifted(q.natural_step(added, 1.0, "natural"), shift)
 
 
 def shifted(q: Q, shift: Array) -> Q:

@@ -17,7 +17,7 @@ from ...core.compilation import jit_once
 from ...core.gaussians import FullGaussian
 from ...core.jaxprs.given_bits import of_given_bits
 from ...core.jaxprs.interpret import partial_evaluation
-from ...core.updates.state import CanonicalGaussian, State
+from ...core.updates.state import State
 from ..data.arguments import CONSTANTS, PARAMS
 from ..data.rows import Arrays, Rows, num_rows
 from ..handlers.data_prior import DataPrior, PriorConstants, data_dependence
@@ -29,8 +29,9 @@ from .bound_model import BoundModel, ImproperPrior
 from .prior import Prior, normal_site, split_prior
 from .prior_start import (
     NUM_DRAWS,
+    CoupledPrior,
     PriorMarginals,
-    factor_of_marginals,
+    coupled_prior,
     gaussian_parts,
     initial_state,
     is_flat,
@@ -242,9 +243,9 @@ class BoundPrior(BoundModel):
         return marginals(self.prior, self._draws_of_prior, self.prior_inputs, self._is_real)
 
     @functools.cached_property
-    def factor_of_marginals(self) -> CanonicalGaussian | None:
-        """See :func:`~.prior_start.factor_of_marginals`."""
-        return factor_of_marginals(self.prior, self.marginals, self.prior_inputs)
+    def coupled_prior(self) -> CoupledPrior | None:
+        """See :func:`~.prior_start.coupled_prior`."""
+        return coupled_prior(self.prior, self.marginals, self.prior_inputs)
 
     # ------------------------------------------------------------------ draws and densities
     def prior_records(self, unconstrained: Mapping[str, Array]) -> dict[str, SiteRecord]:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 from jax import Array
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
 
 from ...core.compilation import at_once
 from ...core.expectations.by_nodes import linearized
@@ -43,6 +45,7 @@ class PriorMarginals(NamedTuple):
     :ivar mean: (P,). :ivar variance: (P,).
     :ivar indices: of the entries whose moments are those of draws, (S,): of terms that are not Gaussian, or that couple
         entries.
+    :ivar is_gaussian: of these entries, whether no term that is not Gaussian depends on them, (S,).
     :ivar coupling: Gaussian terms that depend on several entries.
     :ivar separate: the sum of all other Gaussian terms about zero, its precision a diagonal (P,).
     """
@@ -50,8 +53,29 @@ class PriorMarginals(NamedTuple):
     mean: Any  # NumPy's arrays, in double precision
     variance: Any
     indices: np.ndarray
+    is_gaussian: np.ndarray
     coupling: list[Terms]
     separate: CanonicalGaussian
+
+
+class CoupledPrior(NamedTuple):
+    """The prior over some entries of theta, which are independent of all others. Arrays are NumPy's, in double
+    precision.
+
+    :ivar indices: of the entries, (S,).
+    :ivar parts: the number of the part that an entry is in, (S,): parts are independent of each other.
+    :ivar is_gaussian: whether an entry's part is Gaussian, (S,).
+    :ivar mean: (S,). :ivar root: (S, S), of the covariance. Both are exact in Gaussian parts; elsewhere they are the
+        moments of draws, without correlations.
+    :ivar exact: the sum of the Gaussian terms about zero.
+    """
+
+    indices: np.ndarray
+    parts: np.ndarray
+    is_gaussian: np.ndarray
+    mean: np.ndarray
+    root: np.ndarray
+    exact: CanonicalGaussian
 
 
 # ---------------------------------------------------------------------- a Gaussian of independent entries
@@ -69,7 +93,8 @@ def marginals(prior: Prior, draws: Callable[..., Array], shared: Arrays, is_real
     of_one = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if is_separate]
     coupling = [terms for terms, is_separate in zip(prior.gaussian, are_separate) if not is_separate]
     separate = _in_float64(at_once(lambda: _sum_of(of_one, prior.theta, shared, selecting_pattern(size))))
-    is_coupled = depends_on_entries([*coupling, *prior.terms], size, dtype, shared)
+    is_gaussian = ~depends_on_entries(list(prior.terms), size, dtype, shared)
+    is_coupled = ~is_gaussian | depends_on_entries(coupling, size, dtype, shared)
     for site in prior.normal_sites:
         is_coupled[site.start : site.stop] = True
     indices = np.flatnonzero(is_coupled)
@@ -82,29 +107,48 @@ def marginals(prior: Prior, draws: Callable[..., Array], shared: Arrays, is_real
         batch = max(1, min(count, BATCH_NUMBERS // size))
         *_, mean[indices], deviation = _robust_moments(np.asarray(draws(count, batch, indices)), is_real[indices])
         variance[indices] = deviation**2
-    return PriorMarginals(mean, variance, indices, coupling, separate)
+    return PriorMarginals(mean, variance, indices, is_gaussian[indices], coupling, separate)
 
 
-def factor_of_marginals(prior: Prior, marginals: PriorMarginals, shared: Arrays) -> CanonicalGaussian | None:
-    """The part of the Gaussian of independent :func:`marginals` that approximates prior terms, a function of the
-    entries at ``indices``; None if there are none. Takes no (P, P) array where these are few."""
-    mean, variance, indices, coupling, separate = marginals
+def coupled_prior(prior: Prior, marginals: PriorMarginals, shared: Arrays) -> CoupledPrior | None:
+    """The prior over the entries that are not normal and independent of the others, a part of :func:`marginals`; None
+    if there are none. Takes no (P, P) array where these are few.
+
+    :raises ValueError: for a prior that is not proper.
+    """
+    mean, variance, indices, is_gaussian, coupling, separate = marginals
     if not len(indices):
         return None
-    others = at_once(
+    others, normals = at_once(
         lambda: (
             [_sum_of([terms], prior.theta, shared) for terms in coupling]
-            + [_normal_log_density(site, prior.theta, shared) for site in prior.normal_sites]
+            + [_normal_log_density(site, prior.theta, shared) for site in prior.normal_sites],
+            [site.moments(shared) for site in prior.normal_sites],
         )
     )
     exact = CanonicalGaussian(
         np.diag(separate.precision[indices]), separate.linear[indices], separate.constant, np.zeros(len(indices))
     )
     for other in map(_in_float64, others):
-        exact = exact.plus(_part_of(other, indices))
-    root: Any = np.diag(np.sqrt(variance[indices]))
-    factor = _approximating_factor(np, FullGaussian(mean[indices], root), exact)
-    return jax.tree.map(lambda x: jnp.asarray(x, prior.theta.dtype), factor)
+        exact = exact.plus(part_of(other, indices))
+    parts = connected_components(csr_array(exact.precision != 0), directed=False)[1]
+    is_gaussian = ~np.isin(parts, parts[~is_gaussian])
+    mean, root = mean[indices], np.diag(np.sqrt(variance[indices]))
+    known = np.flatnonzero(is_gaussian & np.isin(indices, prior.other_indices))
+    if len(known):
+        of_terms = _normalized(np, part_of(exact, known))
+        mean[known], root[np.ix_(known, known)] = of_terms.mean, of_terms.root
+    for site, (loc, scale_tril) in zip(prior.normal_sites, _in_float64(normals)):
+        inside = np.searchsorted(indices, np.arange(site.start, site.stop))
+        mean[inside], root[np.ix_(inside, inside)] = loc, scale_tril
+    return CoupledPrior(indices, parts, is_gaussian, mean, root, exact)
+
+
+def factor_of_moments(mean: Any, covariance: np.ndarray, exact: CanonicalGaussian, dtype: Any) -> CanonicalGaussian:
+    """What N(mean, covariance) approximates of a prior: all but its ``exact`` Gaussian terms about zero."""
+    root: Any = np.linalg.cholesky(covariance)
+    factor = _approximating_factor(np, FullGaussian(mean, root), exact)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), factor)
 
 
 # ---------------------------------------------------------------------- a Gaussian with a full covariance
@@ -148,7 +192,7 @@ def initial_state(prior: Prior, moments: FullGaussian | None, parts: tuple[Canon
                 "a jitter to its diagonal (1e-6 times its size in float64, 1e-4 in float32)."
             )
     gaussian, normals = _in_float64((gaussian, normals))
-    start = _start_from(np, moments, _part_of(gaussian, prior.other_indices))
+    start = _start_from(np, moments, part_of(gaussian, prior.other_indices))
     state = _assembled(np, prior, start, normals)
     state = jax.tree.map(lambda x: np.asarray(x, dtype), state)
     return jax.device_put(state._replace(num_rows=Count.of(0)))
@@ -162,7 +206,7 @@ def state_at(prior: Prior, moments: FullGaussian | None, shared: Arrays) -> Stat
         start = _normalized_terms(prior, shared)
     else:
         moments = jax.tree.map(lambda x: jnp.asarray(x, prior.theta.dtype), moments)
-        start = _start_from(jnp, moments, _part_of(_sum_of(terms, prior.theta, shared), others))
+        start = _start_from(jnp, moments, part_of(_sum_of(terms, prior.theta, shared), others))
     return _assembled(jnp, prior, start, [site.moments(shared) for site in prior.normal_sites])
 
 
@@ -297,7 +341,7 @@ def _derivatives(terms: Terms, predictors: Array, values: Any) -> tuple[Array, A
     return jax.vmap(lambda u, c: linearized(lambda a: terms.density(a, c), u, None))(predictors, values)
 
 
-def _part_of(factor: CanonicalGaussian, indices: np.ndarray) -> CanonicalGaussian:
+def part_of(factor: CanonicalGaussian, indices: np.ndarray) -> CanonicalGaussian:
     """A factor of some entries of theta alone."""
     return CanonicalGaussian(
         factor.precision[indices][:, indices], factor.linear[indices], factor.constant, factor.center[indices]
