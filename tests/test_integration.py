@@ -268,6 +268,15 @@ def test_a_mixture_takes_in_no_rows_and_what_goes_on_from_it_is_one_gaussian():
     assert FixedPointVI(unknown_scale).run(data, init=mixture, progress_bar=False).num_rows == 20  # only begins there
 
 
+def test_other_rows_of_the_same_number_are_told_of():
+    data = {"y": np.random.default_rng(0).normal(size=20)}
+    posterior = RVGA(unknown_scale).run(data, progress_bar=False)
+    mixture = posterior.integrate({"y": data["y"][::-1]}, sites=["scale"], progress_bar=False)  # in another order
+    with pytest.warns(UserWarning, match="data holds other numbers than the rows that the posterior has absorbed"):
+        other = posterior.integrate({"y": data["y"] + 1}, sites=["scale"], progress_bar=False)
+    assert other.mean[1] > mixture.mean[1] + 0.5
+
+
 def test_mixture_goes_to_arviz_nuts_and_guides(schools, capsys):
     posterior = schools["not centered"]
     found = posterior.to_arviz(SCHOOLS, num_samples=200)

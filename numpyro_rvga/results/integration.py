@@ -26,6 +26,7 @@ from ..engines.row_chunks import chunks_of, distinct_chunks_of
 from ..engines.sparse import sparse_engine
 from ..model import Program
 from ..model.bad_rows import NotFinite
+from ..model.data.row_set import row_set, total
 from ..model.data.rows import Data, Rows
 from ..model.handlers.conditional import conditional_model
 from ..model.hyperparameters import Choice, choose_sites
@@ -280,6 +281,11 @@ def integrate(
     rows = program.rows(data)
     program.check_rows(rows)
     check_all_rows(posterior, rows)
+    if posterior.row_sets and row_set(rows) != total(posterior.row_sets):
+        warn(
+            "data holds other numbers than the rows that the posterior has absorbed, or numbers of other types: the "
+            "mixture is the posterior of these data alone."
+        )
     integration = Integration(DEFAULTS, program.improper_prior_scale, marginal=marginal)
     key = checked_key(rng_key)
     fields, reason = integration(program, sites, rows, key, progress_bar, posterior.mean)
