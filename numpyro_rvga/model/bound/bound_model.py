@@ -180,10 +180,12 @@ class BoundModel(ModelRuns):
         return tuple(of_rows), tuple(n for n in observed if n not in of_rows)
 
     def _find_observed(self) -> tuple[str, ...]:
-        """The sites with outcomes. In a whole program, a site is held fixed if its density does not change when rows
-        are drawn from all with replacement, nor is its value a data array."""
+        """The sites with outcomes. In a whole program, a site of another length than the data's arrays is held fixed if
+        its density does not change when rows are drawn from all with replacement, nor is its value a data array."""
         sites = tuple(name for name in self._row_sites if not self.sites[name].is_auxiliary)
-        if not self.whole or len(sites) < 2:
+        lengths = {len(array) for array in self.example_row.values() if np.ndim(array)}
+        others = [name for name in sites if lengths.isdisjoint(self.sites[name].value_shape)]
+        if not self.whole or len(sites) < 2 or not others:
             return sites
         own, drawn = self.example_row, dict(self.example_row)
         for name, array in own.items():
@@ -192,13 +194,13 @@ class BoundModel(ModelRuns):
 
         def elements_of(rows: Arrays) -> dict[str, Array]:
             records = self._records({}, rows, self._any_key)
-            return {name: elements(records[name]) for name in sites}
+            return {name: elements(records[name]) for name in others}
 
         try:
             before, after = (self.jitted(elements_of, rows) for rows in (own, drawn))
         except Exception:  # the model may refuse rows that are not as it expects
             return sites
-        same = {name for name in sites if np.array_equal(before[name], after[name])}
+        same = {name for name in others if np.array_equal(before[name], after[name])}
         return tuple(name for name in sites if name not in same or self.outcome_arrays(name))
 
     def _find_row_latents(self, continuous: Layout, rows: Arrays, facts: RowFacts | None) -> LocalSites:

@@ -204,12 +204,10 @@ def check_independence(program: Any, rows: Arrays) -> None:
     except (TypeError, ValueError) as error:
         site = program.terms[0].site
         raise CoupledRows(_coupled_message(site, f"on {count} rows the model fails: {error}")) from error
-    for name, terms in together.items():
-        size = alone[name].shape[1]
-        if alone[name].size != terms.size and program.plates[name]:
-            raise CoupledRows(
-                _coupled_message(name, f"it has {size} terms for one row and {terms.shape[0]} for {count}")
-            )
+    for name, terms in alone.items():
+        size, total = terms.shape[1], together[name].shape[0]
+        if terms.size != total and program.plates[name]:
+            raise CoupledRows(_coupled_message(name, f"it has {size} terms for one row and {total} for {count}"))
     for seed in range(3):
         rng = np.random.default_rng(seed)
         theta = rng.normal(0.0, 0.5, program.layout.size).astype(program.dtype)
