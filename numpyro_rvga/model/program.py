@@ -71,7 +71,7 @@ class Program(BoundLikelihood):
         self._row_checks = self._read_likelihood(rows, row_facts)
         self._index_checks = [] if self.whole else self._find_index_checks()
         self._whole_checks, self._checks = self._find_checks()
-        self._read_prior(rows, lambda: self._usable(all_rows), constants)
+        self._read_prior(rows, lambda: self.usable(all_rows), constants)
         of_prior = (*self.prior.gaussian, *self.prior.terms)
         size, dtype = self.layout.size, self.dtype
         self._readers = Reader(self.terms, size, dtype), Reader(of_prior, size, dtype)
@@ -136,7 +136,7 @@ class Program(BoundLikelihood):
         other = copy.copy(self) if self.data_prior is None else self._copied()  # a prior that reads no data is the same
         other.data_rows = self._rows_to_keep(all_rows)
         if self.data_prior is not None:
-            data_prior, other.constants = self._read_data_prior(self._usable(all_rows))
+            data_prior, other.constants = self._read_data_prior(self.usable(all_rows))
             if not data_prior.is_same(self.data_prior):
                 return None
         return other
@@ -241,7 +241,7 @@ class Program(BoundLikelihood):
         begun = [check.begin(rows) for check in self._checks]
         return lambda: np.all([np.ones(num_rows(rows), bool), *[finish() for finish in begun]], axis=0)
 
-    def _usable(self, rows: Rows | None) -> Rows | None:
+    def usable(self, rows: Rows | None) -> Rows | None:
         """The rows that are finite, with outcomes in their support, if they are at hand."""
         if rows is None:
             return None
@@ -310,7 +310,7 @@ class Program(BoundLikelihood):
 
     def _rows_to_keep(self, all_rows: Rows | None) -> Rows | None:
         """All rows, if deterministic sites read them and they are at hand."""
-        return self._usable(all_rows) if self.deterministic.of_data else None
+        return self.usable(all_rows) if self.deterministic.of_data else None
 
     def constrain(self, theta: Array) -> dict[str, Array]:
         """Constrained latents and the deterministic sites that are functions of them. theta: (P,)."""

@@ -159,9 +159,11 @@ class BoundModel(ModelRuns):
         self.example_rows, self.example_row = jax.device_put((some, one), may_alias=False)
 
     def several(self, rows: Arrays) -> Arrays:
-        """The first of some rows, as many as are read together; the example rows, if there are more of these."""
-        several = {name: array[: validation.MOST_TOGETHER] for name, array in rows.items()}
-        return self.example_rows if num_rows(several) < num_rows(self.example_rows) else several
+        """The first of some rows, as many as are read together; several times, if they are few."""
+        if num_rows(rows) < validation.CHECKED_ROWS:
+            taken = np.resize(np.arange(num_rows(rows)), validation.CHECKED_ROWS)
+            return {name: array[taken] for name, array in rows.items()}
+        return {name: array[: validation.MOST_TOGETHER] for name, array in rows.items()}
 
     def _classify(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Observed sites that are terms of rows, and those that are terms of the prior. Of a whole program: all are

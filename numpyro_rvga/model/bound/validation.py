@@ -183,8 +183,11 @@ def check_has_terms(row_sites: Mapping[str, SiteInfo]) -> None:
 def check_independence(program: Any, rows: Arrays) -> None:
     """The terms of rows must be those that the model has of all rows together.
 
-    :param rows: those at hand: models may treat rows by their positions among all of these.
+    :param rows: those at hand: models may treat rows by their positions among all of these. Bad ones do not count.
     """
+    rows = program.usable(rows)
+    if not num_rows(rows):
+        return
     some = program.several(rows)
     count = num_rows(some)
     tolerance = ROUNDINGS * float(jnp.finfo(program.dtype).eps)
