@@ -120,9 +120,9 @@ def test_columns_of_text_are_refused():
         as_data_array("X", FRAME.assign(d=["1", "2", "3"]))
 
 
-@pytest.mark.parametrize("dtype", [complex, "datetime64[s]"])
-def test_what_is_no_category_is_refused_without_advice_on_categories(dtype):
-    with pytest.raises(ValueError, match=r"'x' has dtype .*; numbers are needed\.$"):
+@pytest.mark.parametrize("dtype, advice", [(complex, ""), ("datetime64[s]", " Convert times to numbers, .*")])
+def test_what_is_no_category_is_refused_without_advice_on_categories(dtype, advice):
+    with pytest.raises(ValueError, match=rf"'x' has dtype .*; numbers are needed\.{advice}$"):
         as_data_array("x", np.arange(3).astype(dtype))
 
 

@@ -11,7 +11,10 @@ from jax import Array
 from jax.core import Tracer
 
 NUMERIC_KINDS = "biuf"
-CATEGORIES = "OSUT"  # kinds of objects and text
+ADVICE = {
+    "OSUT": " Encode categories as integers.",
+    "mM": " Convert times to numbers, counted from a near origin: (time - time.min()) / np.timedelta64(1, 'D').",
+}  # by the kinds of objects and text, and of times
 
 
 class BadData(ValueError):
@@ -56,13 +59,8 @@ def as_data_array(name: str, value: Any) -> np.ndarray:
             "outside of these. For steps inside them there is update()."
         )
     array = _in_own_types(_unmasked(name, _numeric(name, value)))
-    if array.dtype.kind in "mM":
-        raise BadData(
-            f"data array {name!r} has dtype {array.dtype}; numbers are needed. Convert times to numbers, counted from "
-            "a near origin: (time - time.min()) / np.timedelta64(1, 'D')."
-        )
     if array.dtype.kind not in NUMERIC_KINDS:
-        advice = " Encode categories as integers." if array.dtype.kind in CATEGORIES else ""
+        advice = next((advice for kinds, advice in ADVICE.items() if array.dtype.kind in kinds), "")
         raise BadData(f"data array {name!r} has dtype {array.dtype}; numbers are needed.{advice}")
     return _widened(name, array)
 
