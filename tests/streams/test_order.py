@@ -43,7 +43,7 @@ def parquet_of(folder, num_rows, group):
 
 
 SOURCES = {
-    "arrays": lambda folder: rows_in_memory(array_of(3000)),
+    "arrays": lambda folder: rows_in_memory(array_of(3000), {}),
     "list": lambda folder: rows_of_blocks(blocks_of(3000, 70), model, {}),
     "own": lambda folder: rows_of_blocks(Seekable(3000), model, {}),
     "row groups": lambda folder: rows_of_blocks(parquet_of(folder, 3000, 37), model, {}),

@@ -300,8 +300,10 @@ def _parameter_terms(
     sizes = [int(np.prod(s)) for s in shapes]
 
     def unconstrained(t, r):
-        values = leaves(t, r)
-        return jnp.concatenate([jnp.ravel(transforms[i].inv(values[i])).astype(theta.dtype) for i in moving])
+        values, nothing = leaves(t, r), jnp.zeros(0, theta.dtype)
+        return jnp.concatenate(
+            [nothing, *[jnp.ravel(transforms[i].inv(values[i])).astype(theta.dtype) for i in moving]]
+        )
 
     zero = jnp.zeros(theta.shape, theta.dtype)  # parameters that do not move are the same at any theta
 
@@ -310,7 +312,7 @@ def _parameter_terms(
         base, mask = base_distribution(record.fn)
         values, structure = jax.tree.flatten(base)
         pieces = jnp.split(u, list(np.cumsum(sizes))[:-1])
-        for i, piece, shape in zip(moving, pieces, shapes):
+        for i, piece, shape in zip(moving, pieces, shapes):  # of nothing, there is one piece too many
             values[i] = transforms[i](jnp.reshape(piece, shape))
         return jax.tree.unflatten(structure, values), mask, record
 
