@@ -14,7 +14,7 @@ from jax import Array
 
 from .core.compilation import jit
 from .model import Program
-from .model.data.rows import Data, num_rows, pad, selected
+from .model.data.rows import Arrays, Data, num_rows, pad, selected
 from .model.handlers.tracing import base_distribution
 from .model.predictive import METHODS, average, log_predictive, sampled_predictors, unweighted, weights
 from .options import check_choice, check_count
@@ -60,7 +60,7 @@ def log_predictive_density(
     :return: (n,).
     :raises NotImplementedError: where rows cannot be predicted one by one, as with Gaussian processes.
     """
-    return _evaluate(posterior, data, None, None, method, num_samples, rng_key)
+    return _evaluate(posterior, _rows(posterior, data), None, None, method, num_samples, rng_key)
 
 
 def nlpd(posterior: Posterior, data: Data, **options: Any) -> float:
@@ -77,8 +77,9 @@ def nlpd(posterior: Posterior, data: Data, **options: Any) -> float:
         >>> round(metrics.nlpd(posterior, data), 2), bool(metrics.nlpd(posterior, data) < np.log(2))  # of guessing
         (0.43, True)
     """
-    densities = log_predictive_density(posterior, data, **options)
-    return -float(np.mean(densities[_counted(posterior, data)]))
+    rows = _rows(posterior, data)
+    densities = log_predictive_density(posterior, rows, **options)
+    return -float(np.mean(densities[_counted(posterior, rows)]))
 
 
 def outcome_probabilities(
@@ -107,9 +108,9 @@ def outcome_probabilities(
     :return: the outcomes (K,), and their probabilities in each row, (n, K).
     :raises ValueError: if the model has not one observed site with finitely many outcomes, taken from one data array.
     """
-    name, outcomes = _outcomes(posterior.program)
-    log_probs = _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key, _is_weighted(posterior, data))
-    return outcomes, np.exp(log_probs)
+    (name, outcomes), rows = _outcomes(posterior.program), _rows(posterior, data)
+    is_weighted = bool(_weights(posterior, rows)[1])
+    return outcomes, np.exp(_evaluate(posterior, rows, name, outcomes, method, num_samples, rng_key, is_weighted))
 
 
 def misclassification(posterior: Posterior, data: Data, **options: Any) -> float:
@@ -126,9 +127,7 @@ def misclassification(posterior: Posterior, data: Data, **options: Any) -> float
         >>> round(metrics.misclassification(posterior, data), 2)
         0.2
     """
-    outcomes, probabilities = outcome_probabilities(posterior, data, **options)
-    right = outcomes[probabilities.argmax(axis=1)] == _observed(posterior, data)
-    return float(np.mean(~right[_counted(posterior, data)]))
+    return float(np.mean(~_scored(posterior, data, options)[0]))
 
 
 def expected_calibration_error(posterior: Posterior, data: Data, *, num_bins: int = 15, **options: Any) -> float:
@@ -149,20 +148,26 @@ def expected_calibration_error(posterior: Posterior, data: Data, *, num_bins: in
         True
     """
     check_count("num_bins", num_bins)
-    outcomes, probabilities = outcome_probabilities(posterior, data, **options)
-    right, counted = outcomes[probabilities.argmax(axis=1)] == _observed(posterior, data), _counted(posterior, data)
-    right, confidence = right[counted], probabilities.max(axis=1)[counted]
+    right, confidence = _scored(posterior, data, options)
     bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
     gaps = np.bincount(bins, weights=right - confidence, minlength=num_bins)
     return float(np.abs(gaps).sum() / len(right))
 
 
-def _evaluate(posterior, data, name, outcomes, method, num_samples, rng_key, drops_weights=False) -> np.ndarray:
+def _scored(posterior: Posterior, data: Data, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row that is not masked: whether its outcome is the most probable one, and the probability of that."""
+    rows, (name, _) = _rows(posterior, data), _outcomes(posterior.program)
+    outcomes, probabilities = outcome_probabilities(posterior, rows, **options)
+    right, counted = outcomes[probabilities.argmax(axis=1)] == np.ravel(rows[name]), _counted(posterior, rows)
+    return right[counted], probabilities.max(axis=1)[counted]
+
+
+def _evaluate(posterior, rows, name, outcomes, method, num_samples, rng_key, drops_weights=False) -> np.ndarray:
     """Log densities of rows under the posterior predictive, chunk by chunk: (n,), or (n, outcomes) at given
     ``outcomes`` of the array ``name``. ``drops_weights``: without the model's masks and scales."""
     check_choice("method", method, METHODS)
     check_count("num_samples", num_samples)
-    program, rows = posterior.program, _rows(posterior, data)
+    program = posterior.program
     if drops_weights:
         program = _kept(program, "unweighted", unweighted)
     keys = jax.random.split(jax.random.key(0) if rng_key is None else rng_key, num_rows(rows) + 1)
@@ -212,23 +217,19 @@ def _rows(posterior: Posterior, data: Data) -> dict[str, Any]:
     return rows_with_outcome(posterior.program, data)
 
 
-def _weights(posterior: Posterior, data: Data) -> tuple[Array, Array]:
+def _weights(posterior: Posterior, rows: Arrays) -> tuple[Array, Array]:
     """See :func:`weights`."""
     program_of: Any = weakref.ref(posterior.program)
     evaluate = _kept(posterior.program, "weights", lambda _: jit(lambda rows: weights(program_of(), rows)))
-    return evaluate(_rows(posterior, data))
+    return evaluate(rows)
 
 
-def _is_weighted(posterior: Posterior, data: Data) -> bool:
-    return bool(_weights(posterior, data)[1])
-
-
-def _counted(posterior: Posterior, data: Data) -> np.ndarray:
+def _counted(posterior: Posterior, rows: Arrays) -> np.ndarray:
     """Which rows are not masked, (n,).
 
     :raises ValueError: if there is none.
     """
-    counted = np.asarray(_weights(posterior, data)[0])
+    counted = np.asarray(_weights(posterior, rows)[0])
     if not counted.any():
         raise ValueError("the outcomes of all rows are masked: there is none to compare predictions with.")
     return counted
@@ -263,8 +264,3 @@ def _outcomes(program: Program) -> tuple[str, np.ndarray]:
             f"outcomes: the model observes {', '.join(sites)}."
         )
     return arrays.pop(), np.ravel(np.asarray(fn.enumerate_support(expand=False)))
-
-
-def _observed(posterior: Posterior, data: Data) -> np.ndarray:
-    name, _ = _outcomes(posterior.program)
-    return np.asarray(posterior.program.rows(data)[name]).reshape(-1)

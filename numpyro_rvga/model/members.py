@@ -129,16 +129,15 @@ class Finder:
     def _of_part(self, probes: Probes, theta: Array, rows: Arrays, index: Array | None) -> tuple[Array, Array]:
         d = len(self._columns)
         changes = linearize_along(self._terms, theta, probes.directions[: 3 * d], rows)[1]
+        if not self._terms.num_predictors:  # a constant: a site that is held fixed
+            nobody = jnp.full(len(changes), NOBODY)
+            return nobody if index is None else jnp.repeat(index, self._terms.num_elements), nobody != NOBODY
         if index is not None:
             member = jnp.repeat(index, self._terms.num_elements)
-        elif self._terms.num_predictors:
+        else:
             _, place = derivatives_and_positions(changes, d)
             is_read = jnp.any(changes[..., 2 * d :] != 0, axis=1)
             member = jnp.max(place, axis=1, where=is_read, initial=NOBODY)
-        else:
-            member = jnp.full(len(changes), NOBODY)
-        if not self._terms.num_predictors:  # a constant: a site that is held fixed
-            return member, jnp.zeros(len(changes), bool)
         error, rounding = probes.off(changes, jnp.tile(member[:, None], d))
         is_off = ~(error <= rounding) if index is None else error > rounding  # where slopes are NaN, rows are believed
         return member, jnp.any(is_off, axis=(1, 2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from numpyro.primitives import Messenger
 
 from ..core.compilation import jit_once
 from .data.rows import Arrays, common_length, num_rows
+from .handlers.tracing import scale_of_plates
 from .program import Program
 
 BATCH = 4  # points at which the model runs at once
@@ -105,5 +105,4 @@ class _AllRows(Messenger):
         elif msg["type"] == "subsample" and self._row_plates:
             msg["kwargs"]["event_dim"] = None
         elif msg["type"] == "sample" and msg["scale"] is not None:
-            ratios = [self._ratios.get(plate.name, 1.0) for plate in msg["cond_indep_stack"]]
-            msg["scale"] = msg["scale"] / math.prod(ratios)
+            msg["scale"] = msg["scale"] / scale_of_plates(msg, self._ratios)

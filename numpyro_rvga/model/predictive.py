@@ -21,7 +21,7 @@ from ..core.expectations.by_nodes import DENSITY_NODES, normal_rule
 from ..core.gaussians import Family
 from ..core.matrices.linalg import cholesky, positive_part, semidefinite_root, solve_lower
 from .data.rows import Arrays, num_rows
-from .handlers.tracing import SiteRecord, can_be_drawn, nested
+from .handlers.tracing import SiteRecord, can_be_drawn, nested, scale_of_plates
 from .program import Program
 from .terms.terms import linearize, predictors_of
 
@@ -42,7 +42,7 @@ class Unweighted(Messenger):
     def process_message(self, msg: dict) -> None:
         if msg["type"] == "sample" and msg["is_observed"] and not msg["infer"].get("is_auxiliary", False):
             msg["fn"] = _unmasked(msg["fn"])
-            msg["scale"] = math.prod(self._ratios.get(frame.name, 1.0) for frame in msg["cond_indep_stack"])
+            msg["scale"] = scale_of_plates(msg, self._ratios)
 
     def postprocess_message(self, msg: dict) -> None:
         if msg["type"] == "plate":  # which scales its sites by its share of the rows

@@ -27,7 +27,7 @@ from .data.arguments import (
     row_shapes,
     whole_data_again,
 )
-from .data.arrays import as_integers, as_jax_array
+from .data.arrays import as_dtype, as_jax_array
 from .data.rows import Arrays, Data, Keywords, Rows, num_rows, selected
 from .handlers.data_prior import DeterministicSites, PriorConstants, data_dependence
 from .handlers.tracing import base_distribution, deterministic_sites, numbers_of, sample_sites
@@ -172,7 +172,7 @@ class Program(BoundLikelihood):
     def _with_integers(self, rows: Rows) -> Rows:
         """Whole numbers as integers, where the run had integers."""
         like = self.example_row
-        return {name: as_integers(array, like[name]) if name in like else array for name, array in rows.items()}
+        return {name: as_dtype(array, like[name].dtype) if name in like else array for name, array in rows.items()}
 
     def as_taken(self, rows: Arrays) -> dict[str, Any]:
         """Arrays of NumPy's or of JAX's, as a whole model took them in its run."""

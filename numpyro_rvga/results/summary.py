@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -101,7 +101,7 @@ def _marginals_at(q: Family | GaussianMixture | MeanField, component: Array, sco
     if isinstance(q, MeanField):
         return q.marginals_at(score[:, None])
     if isinstance(q, GaussianMixture):
-        return q.means[component] + score[:, None] * jax.numpy.sqrt(variances_of(q.roots)[component])
+        return q.means[component] + score[:, None] * jnp.sqrt(variances_of(q.roots)[component])
     return q.mean + score[:, None] * q.deviation()
 
 

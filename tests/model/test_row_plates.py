@@ -25,19 +25,11 @@ def items(y, K):
         numpyro.sample("y", dist.Normal(mu + b, 1.0), obs=y)
 
 
-def items_and_rows(y, K):
+def items_and_rows(y, K, num_rows=None):
     mu = numpyro.sample("mu", dist.Normal(0, 1))
     with numpyro.plate("items", K, dim=-1):
         b = numpyro.sample("b", dist.Normal(0, 1))
-        with numpyro.plate("rows", y.shape[0], dim=-2):
-            numpyro.sample("y", dist.Normal(mu + b, 1.0), obs=y)
-
-
-def items_and_a_number_of_rows(y, K, num_rows):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with numpyro.plate("items", K, dim=-1):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        with numpyro.plate("rows", num_rows, dim=-2):
+        with numpyro.plate("rows", y.shape[0] if num_rows is None else num_rows, dim=-2):
             numpyro.sample("y", dist.Normal(mu + b, 1.0), obs=y)
 
 
@@ -97,7 +89,7 @@ def test_a_plate_as_long_as_the_first_rows_of_a_stream_is_none_over_rows(model):
 
 def test_a_plate_over_rows_may_have_a_constant_for_its_size():
     outcomes = RNG.normal(size=(6, 6)) + RNG.normal(size=6)
-    posterior = RVGA(items_and_a_number_of_rows).run({"y": outcomes}, K=6, num_rows=6, progress_bar=False)
+    posterior = RVGA(items_and_rows).run({"y": outcomes}, K=6, num_rows=6, progress_bar=False)
     assert_is_of_items(posterior, outcomes)
 
 

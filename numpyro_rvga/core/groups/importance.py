@@ -120,8 +120,7 @@ def log_integral(
     pairs = jnp.asarray(is_entry & is_entry[:, None]) | jnp.eye(flat.size, dtype=bool)
     pad = jnp.asarray(members[:, :, None] != members[:, None, :]) | jnp.eye(largest, dtype=bool)
 
-    def within(matrix):  # of each group, (G, D, D); the identity for what pads it
-        return jnp.where(pad, matrix[members[:, :, None], members[:, None, :]], 0)
+    within_base = jnp.where(pad, padded_base[members[:, :, None], members[:, None, :]], 0)  # of each group, (G, D, D)
 
     # q itself may couple groups a little: a search for another h has left it so.
     root_of_all = cholesky(jnp.where(pairs, padded[np.ix_(flat, flat)], 0))
@@ -139,7 +138,7 @@ def log_integral(
     def log_ratio(z):
         s = solve_lower(shared_root, z, transpose=True) if len(shared) else z
         x = (regression @ s)[:, None] + steps  # (G, L, D)
-        quadratic = jnp.einsum("gld,gde,gle->gl", x, within(padded_base), x)
+        quadratic = jnp.einsum("gld,gde,gle->gl", x, within_base, x)
         h = linear[members] - across_base @ s
         linear_part = jnp.einsum("gd,gld->gl", h, x)
         of_groups = linear_part - 0.5 * quadratic + 0.5 * jnp.sum(nodes**2, axis=1) + log_weights

@@ -185,11 +185,10 @@ def check_independence(program: Any, rows: Arrays) -> None:
 
     :param rows: those at hand: models may treat rows by their positions among all of these. Bad ones do not count.
     """
-    rows = program.usable(rows)
-    if not num_rows(rows):
-        return
-    some = program.several(rows)
+    some = program.usable(program.several(rows))
     count = num_rows(some)
+    if not count:
+        return
     tolerance = ROUNDINGS * float(jnp.finfo(program.dtype).eps)
 
     @jit_once

@@ -144,14 +144,8 @@ def _widened(name: str, array: np.ndarray) -> np.ndarray:
     return array if kind == "i" else array.astype(largest.dtype)
 
 
-def as_integers(array: np.ndarray, like: Any) -> np.ndarray:
-    """Whole numbers in floating point as integers, where another array has integers; and so zeros and ones as
-    booleans."""
-    return as_dtype(array, like.dtype)
-
-
 def as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Numbers in floating point in a type of integers or booleans, if they can be."""
+    """Numbers in floating point in a type of integers or booleans, if they can be: whole ones, or zeros and ones."""
     if array.dtype.kind != "f" or dtype.kind not in "biu" or not np.isfinite(array).all():
         return array
     converted = array.astype(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -228,6 +229,12 @@ def _elementwise_support(fn: Distribution) -> Any:
     return support
 
 
+def scale_of_plates(site: Mapping[str, Any], ratios: Mapping[str, float]) -> float:
+    """By how much NumPyro scales a site up for the plates around it that subsample. ``ratios``: of each plate's size to
+    the number of its indices that are taken."""
+    return math.prod(ratios.get(plate.name, 1.0) for plate in site["cond_indep_stack"])
+
+
 def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:
     """The sample sites of a run, in order."""
     records = {}
@@ -235,9 +242,7 @@ def sample_sites(trace: dict, runner: RowRunner) -> dict[str, SiteRecord]:
         if site["type"] != "sample":
             continue
         plates = _plates_around(site)
-        weight = 1.0 if site["scale"] is None else site["scale"]
-        for plate in plates:
-            weight = weight / runner.plate_ratio.get(plate, 1.0)
+        weight = (1.0 if site["scale"] is None else site["scale"]) / scale_of_plates(site, runner.plate_ratio)
         records[name] = SiteRecord(
             name,
             with_stable_density(site["fn"]),
