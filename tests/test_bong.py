@@ -9,7 +9,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer import init_to_value
+from numpyro.infer import init_to_uniform, init_to_value
 from references import REFERENCE, needs_reference
 from shared_methods import shared
 from sklearn.datasets import load_digits
@@ -833,6 +833,19 @@ def test_epochs_go_on_from_a_posterior_as_their_prior():
 
 
 # ---------------------------------------------------------------------- learning rates
+@pytest.mark.parametrize("options", [{"family": "low-rank", "rank": 2}, {"init_loc_fn": init_to_uniform}], ids=str)
+def test_each_key_begins_elsewhere(options):
+    """With factors or a mean of its own, whichever keys the method has had before."""
+    rows, keys = data("logistic"), [jax.random.key(number) for number in (0, 1)]
+    used, means = BONG(logistic, rule="bog", learning_rate=0.1, **options), []
+    for key in keys:
+        again = used.run(rows, rng_key=key, progress_bar=False)
+        alone = BONG(logistic, rule="bog", learning_rate=0.1, **options).run(rows, rng_key=key, progress_bar=False)
+        np.testing.assert_array_equal(again.mean, alone.mean)
+        means.append(again.mean)
+    assert np.max(np.abs(means[0] - means[1])) > 1e-6
+
+
 @pytest.mark.parametrize(
     "options",
     [

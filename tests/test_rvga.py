@@ -1,6 +1,8 @@
 """The recursion: exactness where it is exact, the paper's theorems, and what a user can ask of a run."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from shared_methods import shared
 
 from numpyro_rvga import BONG, RVGA
 from numpyro_rvga.core.updates.state import State
+from numpyro_rvga.engines import registry
 
 SCALE = 0.7
 
@@ -333,6 +336,39 @@ def test_a_second_run_of_the_same_shapes_compiles_nothing(model, name, options, 
     other = {**rows, "y": 1 - rows["y"]}
     assert not count_compilations(lambda: rvga.run(other, progress_bar=False))[0]
     assert count_compilations(lambda: jax.jit(lambda x: x + 1.5)(1.0))[0].total() == 1, "compilations are heard"
+
+
+@pytest.mark.parametrize("model, name", [(logistic, "logistic"), (hierarchical, "groups")])
+def test_another_key_compiles_nothing_where_it_draws_no_nodes(model, name, count_compilations):
+    rows, options = data(name), {"first_block": 30, "certify": False}
+    rvga = RVGA(model, **options)
+    rvga.run(rows, progress_bar=False)
+    keys = [jax.random.key(number) for number in range(1, 4)]
+    compiled, orders = count_compilations(lambda: [rvga.run(rows, rng_key=key, progress_bar=False) for key in keys])
+    assert not compiled
+    alone = RVGA(model, **options).run(rows, rng_key=keys[-1], progress_bar=False)
+    np.testing.assert_array_equal(orders[-1].mean, alone.mean)
+
+
+def test_another_key_draws_other_nodes():
+    rows = data("logistic")
+    method = RVGA(logistic, expectation="monte_carlo", num_samples=16, shuffle=False)
+    first, second = (method.run(rows, rng_key=jax.random.key(n), progress_bar=False).mean for n in (0, 1))
+    assert np.max(np.abs(first - second)) > 1e-6
+    np.testing.assert_array_equal(method.run(rows, progress_bar=False).mean, first)
+
+
+def test_what_is_compiled_for_other_keyword_arguments_does_not_pile_up(monkeypatch):
+    monkeypatch.setattr(registry, "MOST_KEPT", 3)
+    rows, method = data("logistic", n=20), RVGA(logistic)
+    first = method.run(rows, scale=1.0, progress_bar=False)
+    engines = []
+    for number in range(5):
+        method.init(rows, scale=1.0 + number)
+        engines.append(weakref.ref(method.last_engine.program))
+    gc.collect()
+    assert sum(engine() is not None for engine in engines) <= 3
+    np.testing.assert_array_equal(method.run(rows, scale=1.0, progress_bar=False).mean, first.mean)
 
 
 def test_row_arguments_may_be_positional():

@@ -80,6 +80,8 @@ class Engine:
         self._prior_forms = sites_by_form(self._prior_terms, program.prior_inputs)
         self.is_affine = all(t.is_affine for t in program.terms)
         wide = any(t.num_predictors > SYMMETRIC_PREDICTORS or not t.is_affine for t in program.terms)
+        kinds = *self.kinds, *self.effort.joint_rows, *self.prior_kinds
+        self._draws_nodes = wide or any(kind.held_out is not None for kind in kinds)
         rng = np.random.default_rng(key_numbers(rng_key))  # JAX's own takes a quarter of a second to compile
         self._starts = jnp.asarray(rng.normal(size=(NUM_STARTS, program.layout.size)), program.dtype) if wide else None
         self.devices = Devices(None) if devices is None else devices
@@ -98,14 +100,20 @@ class Engine:
         self.residuals = self.compiled(self._residuals)
         self.stream = self.compiled(self._stream, ("with_absorbed",), routines=True)
 
-    def bind(self, program: Program) -> Engine:
+    def bind(self, program: Program, rng_key: Array | None = None) -> Engine:
         """The engine for a program that differs in what the data determine: nothing is compiled anew.
 
-        :param program: what :meth:`Program.bind` made of this engine's.
+        :param program: what :meth:`Program.bind` made of this engine's. :param rng_key: one that it :meth:`takes`.
         """
+        if program is self.program and (rng_key is None or key_numbers(rng_key) == key_numbers(self.rng_key)):
+            return self
         other = copy.copy(self)
-        other.program = program
+        other.program, other.rng_key = program, self.rng_key if rng_key is None else rng_key
         return other
+
+    def takes(self, rng_key: Array) -> bool:
+        """Whether what is compiled serves a key: no nodes have been drawn by another one."""
+        return not self._draws_nodes or key_numbers(rng_key) == key_numbers(self.rng_key)
 
     def _effort(self, level: str) -> Effort:
         """The expectations at a level of effort."""
@@ -130,7 +138,7 @@ class Engine:
         """The engine with other rules for its expectations, and another scheme, if one is given."""
         options = self.options if scheme is None else self.options._replace(scheme=scheme)
         parts = self.program, options, self.rng_key, self.movement, self.devices
-        return self.once((effort, scheme), lambda: Engine(*parts, effort=effort)).bind(self.program)
+        return self.once((effort, scheme), lambda: Engine(*parts, effort=effort)).bind(self.program, self.rng_key)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """An object with compiled functions of its own, made once for all engines that run the same compiled functions.

@@ -344,7 +344,7 @@ def online_of(
     :param init_loc_fn: where q's mean starts; None: at the prior's.
     """
     online = engine.made.get(OnlineUpdates)
-    if online is None or online.engine.program is not engine.program:
+    if online is None or online.engine is not engine:
         location = None if init_loc_fn is None else initial_location(engine.program, init_loc_fn, rng_key)
         made = online is None
         online = OnlineUpdates(engine, options, rule, dynamics, location) if made else online.bind(engine, location)

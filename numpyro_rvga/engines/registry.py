@@ -28,12 +28,13 @@ from ..model.handlers.failures import (
     why_not_rows,
 )
 from ..model.program import Program
-from ..options import Info, Options, key_numbers
+from ..options import Info, Options
 from ..user_warnings import warn
 from .devices import Devices
 from .engine import Engine
 
 WHOLE = "all data at once"
+MOST_KEPT = 32  # engines: a model in a loop over other keyword arguments or shapes compiles others again and again
 
 
 class Engines:
@@ -80,13 +81,12 @@ class Engines:
         :raises ValueError, NotImplementedError: for models that do not fit, as :class:`Program` says.
         """
         shapes = tuple(sorted((n, a.shape[1:], str(a.dtype)) for n, a in rows.items()))
-        key = tuple(key_numbers(rng_key))
-        form = (shapes, str(jnp.result_type(float)), key, self._takes_draws(all_rows))
+        form = (shapes, str(jnp.result_type(float)), self._takes_draws(all_rows))
         for cached_form, kwargs, engine in self._cached:
-            if cached_form == form and same(kwargs, model_kwargs):
+            if cached_form == form and engine.takes(rng_key) and same(kwargs, model_kwargs):
                 program = engine.program.bind(rows, all_rows)
                 if program is not None:
-                    self.last = engine if program is engine.program else engine.bind(program)
+                    self.last = engine.bind(program, rng_key)
                     return self.last
         options, model_kwargs = self._options, snapshot(model_kwargs)
         try:
@@ -106,9 +106,13 @@ class Engines:
             prior = program.initial_state
             movement = movement_of(self._dynamics, program, prior.mean, prior.root)
         engine = Engine(program, options, rng_key, movement, self.devices)
-        self._cached.append((form, model_kwargs, engine))
-        self.last = engine
+        self._keep(form, model_kwargs, engine)
         return engine
+
+    def _keep(self, form: tuple, model_kwargs: dict, engine: Engine) -> None:
+        """An engine for later runs, and for what is asked of the last run."""
+        self._cached = [*self._cached, (form, model_kwargs, engine)][-MOST_KEPT:]
+        self.last = engine
 
     def get_for_stream(
         self, rows: Rows, model_kwargs: Keywords, rng_key: Array, all_rows: Rows | None = None
@@ -172,7 +176,6 @@ class Engines:
         :raises ValueError, NotImplementedError: as :meth:`together`.
         """
         arrays, keywords = whole_data(self.model, data, model_kwargs)
-        form = _whole_form(rng_key)
         try:
             program = self._whole_program(arrays, snapshot(keywords), reason)
         except Exception:
@@ -181,22 +184,24 @@ class Engines:
             arrays, keywords = whole_data(self.model, data, model_kwargs, keeps_frames=True)
             program = self._whole_program(arrays, snapshot(keywords), reason)
         engine = Engine(program, self._options, rng_key, None, self.devices)
-        self._cached = [entry for entry in self._cached if entry[0] != form] + [(form, program.model_kwargs, engine)]
-        self.last = engine
+        form = _whole_form()
+        self._cached = [entry for entry in self._cached if entry[0] != form]
+        self._keep(form, program.model_kwargs, engine)
         return engine, program.as_taken(arrays), program.reason or ""
 
     def cached_whole(self, data: Data, model_kwargs: Keywords, rng_key: Array) -> tuple[Engine, Rows, str] | None:
         """The result of :meth:`whole` for these data, if it was called before; else None."""
-        form = _whole_form(rng_key)
-        candidates = [(kwargs, engine) for other_form, kwargs, engine in self._cached if other_form == form]
+        form = _whole_form()
+        candidates = [(kwargs, engine) for of, kwargs, engine in self._cached if of == form and engine.takes(rng_key)]
         if not candidates:
             return None
         for keeps_frames in (False, True) if has_frames(self.model, data) else (False,):
             arrays, keywords = whole_data(self.model, data, model_kwargs, keeps_frames=keeps_frames)
             for kwargs, engine in candidates:
                 if engine.program.holds(arrays) and same(kwargs, keywords):
-                    self.last = engine
-                    return engine, engine.program.as_taken(arrays), engine.program.reason or ""
+                    program = engine.program
+                    self.last = engine.bind(program, rng_key)
+                    return self.last, program.as_taken(arrays), program.reason or ""
         return None
 
     def _whole_program(self, arrays: Rows, model_kwargs: dict, reason: Exception) -> Program:
@@ -288,8 +293,8 @@ class Engines:
         return program
 
 
-def _whole_form(rng_key: Array) -> tuple:
-    return WHOLE, str(jnp.result_type(float)), tuple(key_numbers(rng_key))
+def _whole_form() -> tuple[str, str]:
+    return WHOLE, str(jnp.result_type(float))
 
 
 def _as_models_take_them(arrays: Rows) -> list[tuple[dict, bool]]:

@@ -166,7 +166,8 @@ class SiteFamilies:
             some = selected(rows, linspace_indices(num_rows(rows), EXAMPLE_ROWS))
             return MeanFieldUpdates(engine, given, others, some)
 
-        self._last = program, engine.once(MeanFieldUpdates, make).bind(engine, given)
+        of_key = MeanFieldUpdates, *key_numbers(rng_key)  # it may draw nodes
+        self._last = program, engine.once(of_key, make).bind(engine, given)
         return self._last
 
     def _given_of(self, program: Program) -> SiteEntries:
