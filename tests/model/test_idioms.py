@@ -294,6 +294,26 @@ def test_scale_by_row_is_rows_repeated():
     assert_same(laplace(model, {**DATA, "weight": REPEATS + 1e-12}), laplace(row_plate, repeated))
 
 
+@pytest.mark.parametrize("num_outcomes", [3, NUM_ROWS])
+@pytest.mark.parametrize("is_coupled", [False, True])
+def test_weights_of_rows_count_for_each_of_their_outcomes(num_outcomes, is_coupled):
+    """Beside weighted least squares, which is exact."""
+    rng, x, weight = np.random.default_rng(1), X[:, 0], np.linspace(0.5, 4.0, NUM_ROWS)
+    y = rng.normal(size=(NUM_ROWS, num_outcomes))
+
+    def model(x, weight, y):
+        slopes = numpyro.sample("slopes", dist.Normal(0.0, 10.0).expand([num_outcomes]).to_event(1))
+        mean = (x - jnp.mean(x) if is_coupled else x)[:, None] * slopes
+        with numpyro.plate("rows", len(x)), handlers.scale(scale=weight):
+            numpyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
+
+    posterior = RVGA(model).run({"x": x, "weight": weight, "y": y}, progress_bar=False)
+    x = x - x.mean() if is_coupled else x
+    precision = 0.01 + weight @ x**2
+    np.testing.assert_allclose(posterior.mean, (weight * x) @ y / precision, atol=1e-8)
+    np.testing.assert_allclose(posterior.covariance, np.eye(num_outcomes) / precision, atol=1e-8)
+
+
 def with_intercept(X, y=None):
     a = numpyro.sample("a", dist.Normal(0.0, 1.0))
     b = numpyro.sample("b", dist.Normal(a, 1.0).expand([2]).to_event(1))

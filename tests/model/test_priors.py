@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro import handlers
 from numpyro.distributions.transforms import AffineTransform, OrderedTransform
 from references import assert_moments_match, importance_moments, potential_of
 from scipy import stats
@@ -109,7 +110,18 @@ def step_moments():
     return response[:, 0], 0.25 * response @ response.T
 
 
+def weighted():
+    with handlers.scale(scale=4.0):
+        return numpyro.sample("a", dist.MultivariateNormal(CENTER, CORRELATED))
+
+
+def one_group():
+    return numpyro.sample("a", dist.MultivariateNormal(CENTER[None], CORRELATED))
+
+
 GAUSSIAN = {
+    weighted: (CENTER, CORRELATED / 4),
+    one_group: (CENTER, CORRELATED),
     by_covariance: (CENTER, CORRELATED),
     by_scale_tril: (CENTER, CORRELATED),
     by_precision: (CENTER, CORRELATED),
@@ -145,6 +157,10 @@ def test_posterior_under_a_correlated_prior_is_the_conjugate_one():
 # ---------------------------------------------------------------------- other priors
 def one_site(fn):
     return lambda: numpyro.sample("a", fn)
+
+
+def weighted_site(fn, weight):
+    return handlers.scale(one_site(fn), scale=weight)
 
 
 def hierarchical():
@@ -207,6 +223,9 @@ OTHERS = {
     "random_walk_of_latent_scale": random_walk_of_latent_scale,
     "support_from_another_site": support_from_another_site,
     "soft_sign": soft_sign,
+    "weighted": weighted_site(dist.Gamma(3.0, 1.0), 5.0),
+    "weighted_by_an_array": weighted_site(dist.Dirichlet(jnp.ones((2, 3))), np.array([0.5, 3.0])),
+    "weighted_event": weighted_site(dist.Gamma(3.0, jnp.ones((2, 3))).to_event(1), np.array([0.5, 3.0])),
 }
 ORDERED = one_site(dist.TransformedDistribution(dist.Normal(0.0, 3.0).expand([3]).to_event(1), OrderedTransform()))
 

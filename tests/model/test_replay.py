@@ -61,6 +61,13 @@ def test_a_fit_runs_the_models_code_a_few_times(count, method, most, scale):
     assert len(count) <= most
 
 
+def test_a_density_that_the_package_makes_stable_is_no_reason_to_run_the_model_again(count):
+    cutpoints = jnp.array([-1.0, 1.0])
+    model = line(count, lambda mean: dist.OrderedLogistic(mean, cutpoints))
+    RVGA(model).run({"x": DATA["x"], "y": np.arange(40) % 3}, progress_bar=False)
+    assert len(count) <= 5
+
+
 @pytest.mark.parametrize("outcome", [lambda mean: dist.StudentT(4.0, mean, 0.5), lambda mean: Shifted(mean, 0.3)])
 def test_densities_are_the_models_own(count, outcome):
     model = line(count, outcome)

@@ -120,14 +120,18 @@ def _of_fixed_density(all_terms: list[Terms], dtype, shared: Arrays) -> set[str]
 def normal_site(
     run_site: RunSite, name: str, start: int, stop: int, theta: jax.ShapeDtypeStruct, shared: Arrays
 ) -> MultivariateNormalSite | None:
-    """A latent site, if it is one multivariate normal vector that does not depend on other latents."""
+    """A latent site, if it is one multivariate normal vector without a weight that does not depend on other latents."""
 
     def moments_at(t, shared):
         fn = base_distribution(run_site(t, shared).fn)[0]
-        return jnp.broadcast_to(fn.loc, fn.event_shape), fn.scale_tril
+        loc = jnp.broadcast_to(fn.loc, (*fn.batch_shape, *fn.event_shape))  # of a batch of one, if of any
+        return jnp.reshape(loc, fn.event_shape), jnp.reshape(fn.scale_tril, fn.event_shape * 2)
 
-    fn = abstractly(lambda t: base_distribution(run_site(t, shared).fn)[0], theta)
+    record = abstractly(lambda t: run_site(t, shared), theta)
+    fn, mask = base_distribution(record.fn)
     if not isinstance(fn, dist.MultivariateNormal) or fn.event_shape != (stop - start,):
+        return None
+    if mask is not True or not isinstance(record.weight, float) or record.weight != 1:
         return None
     split = factorize(lambda t, r: jnp.asarray(sum(jnp.sum(x) for x in moments_at(t, r)), theta.dtype), theta, shared)
     origin = jnp.zeros(theta.shape, theta.dtype)

@@ -53,6 +53,11 @@ class SiteRecord:
     is_observed: bool
     is_auxiliary: bool
 
+    def weight_of(self, fn: Distribution) -> Array | float:
+        """The weight of log densities by ``fn``, the site's distribution without some of its event axes."""
+        axes = range(fn.event_dim - self.fn.event_dim, 0)
+        return jnp.expand_dims(self.weight, tuple(axes)) if axes and jnp.ndim(self.weight) else self.weight
+
 
 class SiteInfo(NamedTuple):
     """The static description of a sample site: shapes, plates and kinds, without its values.
@@ -305,7 +310,7 @@ def is_numpyros(fn: Distribution) -> bool:
     static = [getattr(fn, name, None) for name in type(fn).gather_pytree_aux_fields()]
     if any(isinstance(leaf, Tracer) or callable(leaf) for leaf in jax.tree.leaves(static)):
         return False  # as the counts of a DirichletMultinomial, and what the function of an EulerMaruyama may hold
-    return type(fn).__module__.startswith("numpyro.") and all(map(is_numpyros, inner))
+    return type(fn).__module__.startswith(("numpyro.", "numpyro_rvga.")) and all(map(is_numpyros, inner))
 
 
 def deterministic_sites(trace: dict) -> dict[str, Array]:
@@ -340,7 +345,7 @@ def base_distribution(fn: Distribution) -> tuple[Any, Array | bool]:
 def elements(record: SiteRecord) -> Array:
     """Log density terms of a site in unconstrained space, one per independent element, flattened."""
     fn = record.fn
-    is_weighted = isinstance(record.weight, jax.Array) or record.weight != 1
+    is_weighted = not isinstance(record.weight, float) or record.weight != 1
     if record.unconstrained is not None and not is_weighted:
         terms = separate_terms(fn, record.value, record.unconstrained)
         if terms is not None:
@@ -350,14 +355,11 @@ def elements(record: SiteRecord) -> Array:
     ):
         fn = fn.base_dist  # the terms one by one, not their sum over the event
     with numpyro.validation_enabled(False):  # values are checked, and named, elsewhere
-        terms = fn.log_prob(record.value) * record.weight
+        terms = fn.log_prob(record.value)
     if record.log_abs_det is not None:
         extra = jnp.ndim(record.log_abs_det) - jnp.ndim(terms)
-        log_abs_det = record.log_abs_det
-        if extra > 0:
-            log_abs_det = log_abs_det.sum(axis=tuple(range(-extra, 0)))
-        terms = terms + log_abs_det
-    return jnp.ravel(terms)
+        terms = terms + record.log_abs_det.sum(axis=tuple(range(-extra, 0)))
+    return jnp.ravel(terms * record.weight_of(fn))  # of a Jacobian too, as in NumPyro
 
 
 def separate_terms(fn: distributions.Distribution, value: Array, unconstrained: Array) -> Array | None:

@@ -68,7 +68,7 @@ def _by_divergence(
         record, other = run_site(both[:size], r), run_site(both[size:], r)
         (fn, mask), (other_fn, _) = base_distribution(record.fn), base_distribution(other.fn)
         batch_shape = jnp.shape(record.value)[: jnp.ndim(record.value) - fn.event_dim]
-        total = dist.kl_divergence(fn, other_fn) * mask * record.weight
+        total = dist.kl_divergence(fn, other_fn) * mask * record.weight_of(fn)
         return jnp.ravel(jnp.broadcast_to(total, batch_shape))[e]
 
     pair = factorize(
@@ -108,7 +108,7 @@ def _by_outcome(
     def attributes_of(t, r, e):
         record = run_site(t, r)
         fn, mask = base_distribution(record.fn)
-        attributes = {"mean": fn.mean, "variance": fn.variance, "weight": mask * record.weight}
+        attributes = {"mean": fn.mean, "variance": fn.variance, "weight": mask * record.weight_of(fn)}
         attributes |= {"fixed": getattr(fn, fixed)} if fixed else {}
         shape = jnp.shape(record.value)
         return {n: jnp.ravel(jnp.broadcast_to(jnp.asarray(x, t.dtype), shape))[e] for n, x in attributes.items()}

@@ -265,7 +265,7 @@ def closed_form_terms(
 def _attribute(record: SiteRecord, name: str) -> Any:
     fn, mask = base_distribution(record.fn)
     if name == "weight":
-        return record.weight * mask
+        return record.weight_of(fn) * mask
     if name == "value":
         return _observed(record, fn, mask)
     return fn.loc - _observed(record, fn, mask) if name == "loc - value" else getattr(fn, name)
@@ -318,7 +318,7 @@ def _parameter_terms(
 
     def term(u, r, e):
         fn, mask, record = moved(u, r)
-        return jnp.ravel(jnp.where(mask, fn.log_prob(record.value), 0.0) * record.weight)[e]
+        return jnp.ravel(jnp.where(mask, fn.log_prob(record.value), 0.0) * record.weight_of(fn))[e]
 
     u = jax.ShapeDtypeStruct((sum(sizes),), theta.dtype)
     inner = factorize(term, u, row, ELEMENT)
@@ -330,7 +330,7 @@ def _parameter_terms(
 
     def of_parameters(u, r):
         fn, mask, record = moved(u, r)
-        return replace(record, fn=fn, weight=mask * record.weight)
+        return replace(record, fn=fn, weight=mask * record.weight_of(fn))
 
     return _informed(terms, information_of(of_parameters, inner, u, row, example.kind)) if informed else terms
 

@@ -201,7 +201,7 @@ def _stacked(records: list[SiteRecord]) -> SiteRecord:
         records[0],
         fn=fn if all(mask is True for mask in masks) else fn.mask(stack(list(masks))),
         value=stack([record.value for record in records]),
-        weight=stack([record.weight for record in records]),
+        weight=stack([record.weight_of(fn) for record, fn in zip(records, fns)]),
         plates=(),
     )
 
