@@ -230,6 +230,49 @@ OTHERS = {
 ORDERED = one_site(dist.TransformedDistribution(dist.Normal(0.0, 3.0).expand([3]).to_event(1), OrderedTransform()))
 
 
+def penalty(log_factor):
+    def prior():
+        a = numpyro.sample("a", dist.Normal(0.0, 10.0))
+        numpyro.factor("penalty", log_factor(a))
+        return a
+
+    return prior
+
+
+# A prior, and where it has its mass or its kink: a center and a scale.
+FAR_AND_WIDE = {
+    "far_logistic": (one_site(dist.Logistic(100.0, 1.0)), 100.0, 1.0),
+    "far_student": (one_site(dist.StudentT(3.0, 1e6, 1e5)), 1e6, 1e5),
+    "far_gumbel": (one_site(dist.Gumbel(1e6, 1e5)), 1e6, 1e5),
+    "far_normal": (one_site(dist.Normal(1e3, 10.0)), 1e3, 10.0),
+    "wide_cauchy": (one_site(dist.Cauchy(0.0, 1e5)), 0.0, 1e5),
+    "wide_student": (one_site(dist.StudentT(3.0, 0.0, 1000.0)), 0.0, 1000.0),
+    "wide_half_cauchy": (one_site(dist.HalfCauchy(1e6)), np.log(1e6), 2.0),
+    "wide_inverse_gamma": (one_site(dist.InverseGamma(2.0, 1e6)), np.log(1e6), 2.0),
+    "narrow_half_normal": (one_site(dist.HalfNormal(1e-7)), np.log(1e-7), 2.0),
+    "asymmetric": (one_site(dist.AsymmetricLaplace(0.0, 1.0, 2.0)), 0.0, 1.0),
+    "soft_bound": (penalty(lambda a: -50 * jnp.maximum(a - 3, 0) ** 2), 3.0, 0.3),
+    "slope_of_a_bound": (penalty(lambda a: -10 * jax.nn.relu(a - 3)), 3.0, 0.3),
+    "huber": (penalty(lambda a: -jnp.where(jnp.abs(a) < 2.5, 0.5 * a**2, 2.5 * jnp.abs(a) - 3.125)), 0.0, 4.0),
+    "window": (penalty(lambda a: jnp.where((a > 20) & (a < 30), 0.0, -7.0)), 25.0, 4.0),
+    "lasso": (penalty(lambda a: -20 * jnp.abs(a)), 0.0, 0.1),
+}
+
+
+@pytest.mark.parametrize("is_double", [True, False], ids=["float64", "float32"])
+@pytest.mark.parametrize("name", FAR_AND_WIDE)
+def test_priors_are_read_as_they_are_where_they_have_their_mass(name, is_double):
+    prior, center, scale = FAR_AND_WIDE[name]
+    with jax.enable_x64(is_double):
+        program = program_of(prior)
+        points = jnp.asarray([[center + scale * z] for z in (-2.9, -1.1, -0.3, 0.4, 1.3, 3.2)], program.dtype)
+        split = jax.vmap(lambda z: prior_terms_at(program, z))(points)
+    potential, _ = potential_of(prior, program.layout.site_names)
+    expected = -jax.vmap(potential)(jnp.asarray(points, float))
+    tolerance = 1e-8 if is_double else 5e-3
+    np.testing.assert_allclose(split, expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("name", [*OTHERS, "ordered"])
 def test_log_prior_and_its_split_form_are_numpyros_log_density(name):
     prior = ORDERED if name == "ordered" else OTHERS[name]

@@ -17,12 +17,15 @@ from ..data.rows import Arrays
 from .terms import Terms
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
-ONE_PREDICTOR = (-1.0, 0.0, 1.0, 2.0, -12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are evaluated
-NEAR, ORIGIN = slice(0, 4), 1
+NEAR_ZERO, FAR, FARTHEST = (-1.0, 0.0, 1.0, 2.0), (-12.0, -6.0, 6.0, 12.0), 15  # where terms of one predictor are read
+EACH_SIDE = np.logspace(-1, FARTHEST, 8 * (FARTHEST + 1) + 1)  # and where they are compared with a quadratic function
+ONE_PREDICTOR = (*NEAR_ZERO, *FAR, *-EACH_SIDE, *EACH_SIDE)
+NEAR, ORIGIN, WITHIN_FAR = slice(0, 4), 1, slice(0, 8)
+COMPARED = 0.75  # of the exponent of the largest number: squares of larger ones may overflow
 
 
 class Probe(NamedTuple):
-    """Values, gradients and Hessians of a site's terms at K points u: (E, K), (E, K, C), (E, K, C, C)."""
+    """Values (E, K) of a site's terms at K points u, and gradients (E, N, C) and Hessians (E, N, C, C) at the first."""
 
     points: Array
     values: Array
@@ -40,7 +43,8 @@ def probe_terms(terms: Terms, dtype, shared: Arrays) -> Probe:
 
     def derivatives(element):
         density = lambda u: terms.density(u, terms.constants(shared, element))  # noqa: E731
-        return [jax.vmap(f)(points) for f in (density, jax.grad(density), jax.hessian(density))]
+        slopes = [jax.vmap(f)(points[NEAR]) for f in (jax.grad(density), jax.hessian(density))]
+        return jax.vmap(density)(points), *slopes
 
     return Probe(points, *jax.vmap(derivatives)(jnp.asarray(elements, jnp.int32)))
 
@@ -55,10 +59,23 @@ def may_be_probed(terms: Terms, dtype, shared: Arrays) -> bool:
 
 
 def is_quadratic(probe: Probe) -> bool:
-    """Whether the Hessians are the same at all points."""
-    hessians = probe.hessians[:, NEAR]
-    range_of = np.max(np.abs(hessians - hessians[:, :1]), initial=0.0)
-    return bool(range_of <= 100 * np.finfo(hessians.dtype).eps * np.max(np.abs(hessians), initial=0.0))
+    """Whether the Hessians are the same at all points, and terms of one predictor have the values of a quadratic
+    function far and wide: a prior may be wide, or far from zero, and a penalty may have a kink."""
+    hessians = probe.hessians
+    range_of = np.max(np.abs(hessians - hessians[:, :1]), axis=(1, 2, 3), initial=0.0)
+    size = np.max(np.abs(hessians), axis=(1, 2, 3), initial=0.0)
+    if np.any(range_of > 100 * np.finfo(hessians.dtype).eps * size):
+        return False
+    if probe.points.shape[1] > 1:
+        return True
+    u, value = probe.points[:, 0], probe.values[:, ORIGIN, None]
+    slope, curvature = probe.gradients[:, ORIGIN], probe.hessians[:, ORIGIN, 0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        pieces = value, slope * u, 0.5 * curvature * u**2
+        size = 1 + sum(np.abs(piece) for piece in pieces)
+        error = np.abs(sum(pieces) - probe.values)
+        is_compared = size < float(np.finfo(probe.values.dtype).max) ** COMPARED
+        return bool(np.all(~is_compared | (error <= _tolerance(probe.values) * size)))
 
 
 def in_tilted_form(terms: Terms, dtype, row: Arrays) -> Terms:
@@ -97,7 +114,7 @@ def in_closed_form(terms: Terms, probe: Probe) -> Terms:
     Exponential: half-normal, exponential, gamma, inverse gamma and Weibull priors on the log scale. Logistic:
     half-Cauchy, half-t, beta and uniform priors.
     """
-    if terms.num_predictors != 1 or not np.all(probe.hessians[:, NEAR] < 0):
+    if terms.num_predictors != 1 or not np.all(probe.hessians < 0):
         return terms
     for form in (_exponential_form(probe), *[_logistic_form(probe, growth) for growth in (1.0, 2.0)]):
         if form is not None and _holds(form, probe):
@@ -122,7 +139,7 @@ def in_gaussian_form(terms: Terms, probe: Probe) -> Terms:
 
 def _exponential_form(probe: Probe) -> _Form | None:
     """The exponential form: log(-phi'') is a line."""
-    points, logs = probe.points[NEAR, 0], np.log(-probe.hessians[:, NEAR, 0, 0])
+    points, logs = probe.points[NEAR, 0], np.log(-probe.hessians[:, :, 0, 0])
     growth = (logs[:, -1] - logs[:, 0]) / (points[-1] - points[0])
     if np.any(growth == 0):
         return None
@@ -135,7 +152,7 @@ def _exponential_form(probe: Probe) -> _Form | None:
 
 def _logistic_form(probe: Probe, growth: float) -> _Form | None:
     """The logistic form: (-phi'')^(-1/2) is a multiple of cosh(w / 2)."""
-    points, inverse = probe.points[NEAR, 0], (-probe.hessians[:, NEAR, 0, 0]) ** -0.5
+    points, inverse = probe.points[NEAR, 0], (-probe.hessians[:, :, 0, 0]) ** -0.5
     basis = np.exp(np.outer(points, [0.5 * growth, -0.5 * growth]))
     weight = 1 / inverse  # relative errors
     sides = [np.linalg.lstsq(basis * w[:, None], np.ones_like(w), rcond=None)[0] for w in weight]
@@ -164,12 +181,18 @@ def _curved(kind: type, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _holds(form: _Form, probe: Probe) -> bool:
-    """Whether the form has the probed values, also far from the origin."""
-    w = form.growth[:, None] * probe.points[:, 0] + form.shift[:, None]
+    """Whether the form has the probed values, also far from the origin, and bends where they are: elsewhere another
+    function may look like it."""
+    points = probe.points[WITHIN_FAR, 0]
+    w = form.growth[:, None] * points + form.shift[:, None]
+    bend = (np.log(form.amount) if form.kind is Exponential else form.shift) / -form.growth
+    if not np.all(np.abs(bend) <= FAR[-1]):
+        return False
     with np.errstate(over="ignore", invalid="ignore"):
         pieces = form.slope[:, None] * w, -form.amount[:, None] * _curved(form.kind, w)[0], form.constant[:, None]
         size = 1 + sum(np.abs(piece) for piece in pieces)
-        return bool(np.all(np.abs(sum(pieces) - probe.values) <= _tolerance(probe.values) * size))
+        values = probe.values[:, WITHIN_FAR]
+        return bool(np.all(np.abs(sum(pieces) - values) <= _tolerance(values) * size))
 
 
 def _tolerance(array: np.ndarray | Array) -> float:
