@@ -38,6 +38,24 @@ def test_scale_mixture_of_probits_is_accurate_for_any_mean_and_variance(mean, de
     np.testing.assert_allclose(-hessian[0, 0], slope, atol=6e-8)
 
 
+@pytest.mark.parametrize("is_high", [False, True])
+@pytest.mark.parametrize("mean, deviation", [(-7.0, 0.3), (-9.0, 1.0), (-14.0, 0.05), (-20.0, 1.5), (-25.0, 0.2)])
+def test_rare_outcomes_of_many_trials_are_exact_beside_their_number(mean, deviation, is_high):
+    """By dense quadrature of exp(-|u|) / (1 + exp(-|u|)), of which the mixture alone would miss up to all."""
+    z = np.linspace(-12, 12, 20001)
+    mass = np.exp(-0.5 * z**2) * (z[1] - z[0]) / np.sqrt(2 * np.pi)
+    u = mean + deviation * z
+    sigmoid = special.expit(u)
+    expected = [mass @ x for x in (np.logaddexp(0, u), sigmoid, sigmoid * special.expit(-u))]
+    trials, one = 1e9, jnp.ones(())
+    coefficients = cf.Logistic(trials * one * is_high, trials * one, 0 * one, one)
+    arguments = jnp.array([-mean if is_high else mean]), jnp.array([[deviation**2]]), coefficients
+    value, gradient, hessian = jax.jit(cf.logistic_mixture)(*arguments)
+    sign = 1 if is_high else -1
+    found = [-value / trials, sign * gradient[0] / trials, -hessian[0, 0] / trials]
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-15)
+
+
 def test_probit_form_is_the_papers_equations_58_to_61():
     m, v, y = 0.7, 4.0, 1.0
     k = np.sqrt((8 / np.pi) / (8 / np.pi + v))
