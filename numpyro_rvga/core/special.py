@@ -30,7 +30,7 @@ def minimum(a: Array, b: Array | float) -> Array:
 
 
 def _chosen(is_first: Array, a: Array, b: Array | float) -> Array:
-    return jnp.where(is_first, a, jnp.where(a == b, (a + b) / 2, b)).astype(a.dtype)
+    return jnp.where(is_first, a, jnp.where(a == b, 0.5 * a + 0.5 * b, b)).astype(a.dtype)
 
 
 def log_gamma(x: Array) -> Array:

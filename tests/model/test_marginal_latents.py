@@ -186,3 +186,37 @@ def test_rows_whose_integrals_take_too_long_are_solved_for_with_their_latent_var
     posterior = RVGA(three_abilities).run({"successes": successes, "trials": np.full(26, 20)}, progress_bar=False)
     assert posterior.info["rows"] == "joint" and "local='marginal' takes them" in posterior.info["reason"]
     assert "z" in posterior.site_names
+
+
+NOISES = {
+    "kinked": (lambda z, unit: dist.Laplace(z, unit), 1.0),
+    "asymmetric": (lambda z, unit: dist.AsymmetricLaplace(z, unit, 2.0), 1.0),
+    "heavy-tailed in other units": (lambda z, unit: dist.StudentT(3.0, z, unit), 1e4),
+}
+
+
+@pytest.mark.parametrize("noise, unit", NOISES.values(), ids=NOISES)
+def test_densities_that_look_quadratic_near_zero_are_integrated_as_they_are(noise, unit):
+    """Beside sums over a fine grid of the row's latent variable and of the parameter, in these units."""
+    rng = np.random.default_rng(3)
+    y = 2 + rng.normal(size=25) + rng.laplace(size=25)
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0.0, 10 * unit))
+        with numpyro.plate("rows", len(y)):
+            z = numpyro.sample("z", dist.Normal(mu, unit))
+            numpyro.sample("y", noise(z, unit), obs=y)
+
+    with jax.enable_x64(unit == 1):
+        posterior = RVGA(model, local="marginal").run({"y": unit * y}, progress_bar=False)
+        q = posterior.mean[0], np.sqrt(posterior.covariance[0, 0])
+    mu, z = np.linspace(-1, 5, 241), np.linspace(-25, 25, 4001)
+    of_noise = np.exp(np.asarray(noise(z, 1.0).log_prob(y[:, None])))
+    of_z = np.exp(-0.5 * (z - mu[:, None]) ** 2)
+    log_density = np.log(of_noise @ of_z.T).sum(axis=0) - 0.5 * (mu / 10) ** 2
+    mass = np.exp(log_density - log_density.max())
+    mass /= mass.sum()
+    mean = mass @ mu
+    deviation = np.sqrt(mass @ (mu - mean) ** 2)
+    np.testing.assert_allclose(q[0] / unit, mean, atol=0.05 * deviation)
+    np.testing.assert_allclose(q[1] / unit, deviation, rtol=0.05)

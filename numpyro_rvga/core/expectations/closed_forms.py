@@ -116,7 +116,7 @@ def laplace_log_scale_density(u: Array, c: LaplaceLogScale) -> Array:
 
 def logistic_mixture(mean: Array, covariance: Array, c: Logistic) -> tuple[Array, Array, Array]:
     """Scale mixture of probits: an error of about 1e-8 of each trial, in value, gradient and curvature. Of many trials
-    with a rare outcome, whose probability q knows well, it is 1e-5 of the outcome's share."""
+    with a rare outcome, whose log odds have a standard deviation below 0.5, it is 1e-5 of the outcome's share."""
     m, v = mean[0], covariance[0, 0]
     p, s = (jnp.asarray(x, mean.dtype) for x in (MIXTURE_WEIGHTS, MIXTURE_SCALES))
     root = jnp.sqrt(1 + s * s * v)

@@ -13,19 +13,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..pytrees import PyTree
-from .primitives import (
-    BILINEAR_PRIMITIVES,
-    INLINED_PRIMITIVES,
-    LINEAR_PRIMITIVES,
-    SELECTING_PRIMITIVES,
-    form_of,
-    inner_program,
-    is_float,
-    results,
-)
-
-PRODUCTS = BILINEAR_PRIMITIVES | {"mul"}
-AFFINE_PRIMITIVES = LINEAR_PRIMITIVES | SELECTING_PRIMITIVES | frozenset("add add_any sub neg copy copy_p".split())
+from .primitives import INLINED_PRIMITIVES, inner_program, results
 
 Rule = Callable[[JaxprEqn, list], list | None]
 
@@ -96,33 +84,6 @@ def sources_of(closed: jex_core.ClosedJaxpr, sources: Sequence[frozenset]) -> li
         return None if is_inlined(eqn) else [frozenset().union(*arguments)] * len(eqn.outvars)
 
     return interpret(closed.jaxpr, closed.consts, sources, union, lambda value: frozenset())
-
-
-def is_affine(closed: jex_core.ClosedJaxpr, varies: Sequence[bool]) -> bool:
-    """Whether all outputs are affine in some inputs, given the others, as far as the primitives tell.
-
-    Slopes do not tell: those of signs, steps and comparisons are zero.
-
-    :param varies: of the inputs, whether each is one of these.
-    """
-
-    def degree(eqn: JaxprEqn, degrees: list) -> list | None:
-        """The degree of each value: 0 if it is given, 1 if it is affine, and 2 for all others."""
-        if is_inlined(eqn):
-            return None
-        name, highest = eqn.primitive.name, max(degrees, default=0)
-        if name in PRODUCTS:
-            now = sum(degrees)
-        elif name == "div" or name == "select_n":
-            given = degrees[1] if name == "div" else degrees[0]
-            now = 2 if given else highest
-        elif name == "convert_element_type":
-            now = highest if is_float(form_of(eqn.outvars[0]).dtype) else 2 * highest
-        else:
-            now = highest if name in AFFINE_PRIMITIVES else 2 * highest
-        return [min(now, 2)] * len(eqn.outvars)
-
-    return max(interpret(closed.jaxpr, closed.consts, list(map(int, varies)), degree, lambda value: 0), default=0) < 2
 
 
 class PartialEvaluation(NamedTuple):

@@ -20,7 +20,8 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.flatten_util import ravel_pytree
 
-from .interpret import is_affine, of_outputs, sources_of
+from .degrees import is_affine
+from .interpret import of_outputs, sources_of
 from .primitives import inner_program, is_float, scan_counts
 
 MOST_NUMBERS = 2**22  # in the matrix that takes the place of a linear loop

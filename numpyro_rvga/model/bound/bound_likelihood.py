@@ -33,7 +33,7 @@ from ..terms.sums_of_sites import sums_of_sites
 from ..terms.terms import Terms, by_piece, linearize
 from . import validation
 from .bound_prior import BoundPrior
-from .row_checks import RowCheck, quadratic_check, states_check
+from .row_checks import RowCheck, states_check
 
 EXAMPLE_ROWS = 256  # by which it is determined which predictors depend on theta
 MOST_PARAMETERS_DRAWN = 100  # of rows without structure, as networks are: more take minutes
@@ -54,15 +54,15 @@ class BoundLikelihood(BoundPrior):
     def _read_likelihood(self, rows: Arrays, row_facts: RowFacts | None) -> list[RowCheck]:
         """Set the terms, and which priors they are part of. What is returned checks that later rows are like these."""
         self._components, checks = self._find_components(rows), []
-        integrated = self._integrated_terms(rows, row_facts, checks)
+        integrated = self._integrated_terms(rows)
         self.mixed_sites = frozenset(self._tied.intersection(self.layout.site_names))
-        all_terms = [terms for terms, *_ in integrated if terms is not None]
+        all_terms = [terms for terms, _ in integrated if terms is not None]
         self.mixed_priors = tuple(terms for terms in all_terms if terms.site not in self._integrated)
         self.terms = self._all_terms([terms for terms in all_terms if terms.site in self._integrated], rows)
-        self.row_parts = tuple(zip(self._components, [draw for *_, draw in integrated]))
+        self.row_parts = tuple(zip(self._components, [draw for _, draw in integrated]))
         if self.integrates_row_latents:
             states = {name: np.asarray(values) for name, values in self.row_latents.states.items()}
-            self.row_facts = RowFacts(states, tuple(quadratic for _, quadratic, _ in integrated))
+            self.row_facts = RowFacts(states)
             if self.whole:
                 self._check_supports()
             else:
@@ -109,29 +109,20 @@ class BoundLikelihood(BoundPrior):
         """A few of the rows; None for a whole program, which has all of them."""
         return None if self.whole else selected(dict(rows), linspace_indices(num_rows(rows), EXAMPLE_ROWS))
 
-    def _integrated_terms(
-        self, rows: Arrays, facts: RowFacts | None, checks: list[RowCheck]
-    ) -> list[tuple[Terms | None, bool, Draw]]:
-        """The terms of each component, whether its integrand is Gaussian, and draws of its variables. ``checks`` are
-        extended by checks that it is so in later rows too."""
+    def _integrated_terms(self, rows: Arrays) -> list[tuple[Terms | None, Draw]]:
+        """The terms of each component, and draws of its variables."""
         if not self._components:
             return []
         theta = jax.ShapeDtypeStruct((self.layout.size,), self.dtype)
+        shapes = {**self.layout.shapes, **self.row_latents.continuous.shapes}
+        sites = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in shapes.items()}
         row, some = self.example_inputs, {**(self._some_of(rows) or {}), **self.shared}
         result = []
-        for i, component in enumerate(self._components):
-
-            def is_quadratic(question, i=i, component=component):
-                check = quadratic_check(self, component.name, question)
-                holds = facts.quadratic[i] if facts is not None else bool(check.begin(rows)().all())
-                checks.extend([check] if holds else [])
-                return holds
-
-            records, latents = self._row_records, self.row_latents
-            terms, is_gaussian, draw = local_terms(records, latents, component, theta, row, some, is_quadratic)
+        for component in self._components:
+            terms, draw = local_terms(self._row_records, self.row_latents, component, theta, sites, row, some)
             if terms is not None and self._takes_draws and terms.num_predictors > MAX_PREDICTORS:
                 terms = of_theta(terms, self.layout.size)
-            result.append((terms, is_gaussian, draw))
+            result.append((terms, draw))
         return result
 
     @property
@@ -140,10 +131,15 @@ class BoundLikelihood(BoundPrior):
         few = self.whole or self.layout.size <= MOST_PARAMETERS_DRAWN
         return self.options.by_draws and not self.local.size and few
 
-    def _row_records(self, theta: Array, row: Arrays, states: Mapping[str, Array]) -> dict[str, SiteRecord]:
-        """The records of a run on one row. theta: (P + K,), with the row's own continuous variables."""
+    def _row_records(
+        self, theta: Array | Mapping[str, Array], row: Arrays, states: Mapping[str, Array]
+    ) -> dict[str, SiteRecord]:
+        """The records of a run on one row. theta: (P + K,), with the row's own variables, or the sites' values."""
         size = self.layout.size
-        sites = self.layout.unravel(theta[:size]) | self.row_latents.continuous.unravel(theta[size:])
+        if isinstance(theta, Mapping):
+            sites = dict(theta)
+        else:
+            sites = self.layout.unravel(theta[:size]) | self.row_latents.continuous.unravel(theta[size:])
         return sample_sites(*self._run(row, sites, states=states))
 
     def _check_supports(self) -> None:

@@ -129,22 +129,6 @@ def states_check(
     return check
 
 
-def quadratic_check(program: BoundModel, site: str, question: Callable[[dict], Array]) -> RowCheck:
-    """Is a log density, of which the first rows say so, quadratic in the latent variables of the row?
-
-    :param site: of which it is. :param question: row, with what rows share -> bool (E,).
-    """
-
-    def message(rows: Arrays, row: int, place: list[int], number: int) -> str:
-        return (
-            f"site {site!r}: in row {number} the log density is not quadratic in the row's latent variables, and in "
-            "the rows that the model was read with it was. Give all rows at once, as arrays, or put such a row into "
-            "the first block."
-        )
-
-    return RowCheck(program, lambda row: question({**row, **program.shared}), message)
-
-
 def _held(rows: Arrays, row: int, arrays: Iterable[str], separator: str = " and ") -> str:
     return separator.join(f"{name!r} holds {rows[name][row]}" for name in arrays)
 

@@ -32,7 +32,8 @@ FEWEST_SHOWN = 8  # but not fewer rows than these
 # How many continuous variables, the sites of the discrete ones, and sites and discrete variables of the terms.
 Form = tuple[int, tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]]
 Tie = tuple[np.ndarray, np.ndarray]  # terms, and the variables that they share
-Records = Callable[[Array, Arrays, Mapping[str, Array]], dict[str, SiteRecord]]
+# Unconstrained values of the latent sites, as theta and z (P + K,) or by site, a row, and values of the discrete sites.
+Records = Callable[[Array | Mapping[str, Array], Arrays, Mapping[str, Array]], dict[str, SiteRecord]]
 
 
 class Component(NamedTuple):
@@ -78,7 +79,7 @@ def components_of(
 ) -> tuple[Component, ...]:
     """Which terms of a row belong together.
 
-    :param records: (theta and z (P + K,), row, values of the discrete sites) -> the records of a run on the row.
+    :param records: the records of a run on a row.
     :param size: P. :param row: what it takes. :param rows: the arrays of some rows, (R, ...), in place of those in
         ``row``: what is missing in one row depends on nothing there, and in others it does.
     """
@@ -217,13 +218,18 @@ def _component(
 
 # ---------------------------------------------------------------------- the joint density of a row
 def terms_by_state(
-    records: Records, local: LocalSites, component: Component, theta: Array, row: Arrays, element: Array | int
+    records: Records,
+    local: LocalSites,
+    component: Component,
+    theta: Array | Mapping[str, Array],
+    row: Arrays,
+    element: Array | int,
 ) -> Array:
     """The terms of log p(outcomes, z, states | theta) for each assignment of states, (A, n).
 
     All elements of the component have the same assignment at once: they share no term.
 
-    :param theta: theta and z, (P + K,).
+    :param theta: theta and z (P + K,), or the sites that they are made of.
     """
     values = np.tile([np.asarray(local.states[name])[0] for name, _ in local.entries], (component.num_assignments, 1))
     values[:, component.discrete] = component.states[:, None]

@@ -59,11 +59,9 @@ class RowFacts(NamedTuple):
     """Facts of the rows with which a program was read, which must hold for later rows.
 
     :ivar states: discrete site -> the values that it may take, (M,).
-    :ivar quadratic: by component: whether its joint log density is quadratic in z.
     """
 
     states: dict[str, np.ndarray]
-    quadratic: tuple[bool, ...]
 
 
 def bounds_of(site: str, fn: Distribution) -> tuple[Array, Array]:

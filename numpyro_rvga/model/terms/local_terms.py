@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...core.expectations.local_integrals import (
     num_nodes,
     place_nodes,
 )
+from ...core.jaxprs.degrees import is_quadratic
 from ...core.jaxprs.symbolic import Factorization, factorize
 from ...core.matrices.linalg import cholesky, solve_lower
 from ..data.rows import Arrays
@@ -30,8 +31,6 @@ from .local_sites import LocalSites
 from .site_terms import ELEMENT, affine_terms
 from .terms import Terms, over_rows
 
-PROBES = 3  # theta at which second derivatives are compared
-QUADRATIC = {32: 1e-3, 64: 1e-8}  # by how much second derivatives may differ, relative to their size
 Draw = Callable[[Array, Array, Arrays, Array], tuple[Array, Array, Array]]  # states, their log probability, and z
 
 
@@ -40,15 +39,14 @@ def local_terms(
     local: LocalSites,
     component: Component,
     theta: jax.ShapeDtypeStruct,
+    sites: Mapping[str, jax.ShapeDtypeStruct],
     row: Arrays,
     rows: Arrays,
-    is_quadratic: Callable[[Callable[[Arrays], Array]], bool],
-) -> tuple[Terms | None, bool, Draw]:
-    """The terms of a component, integrated over its variables (None, if nothing is observed of it); whether its log
-    density is quadratic in these; and draws of them.
+) -> tuple[Terms | None, Draw]:
+    """The terms of a component, integrated over its variables (None, if nothing is observed of it), and draws of these.
 
-    :param theta: the shape of theta, (P,). :param row: an example row. :param rows: some rows, with what they share.
-    :param is_quadratic: whether the answer to a question, row -> bool (E,), is yes for all rows.
+    :param theta: the shape of theta, (P,). :param sites: those of the sites that theta and z are made of.
+    :param row: an example row. :param rows: some rows, with what they share.
     :raises NotImplementedError: naming the sites, if there are more dimensions than can be integrated over.
     """
     table = partial(terms_by_state, records, local, component)
@@ -64,7 +62,7 @@ def local_terms(
 
     of_all = factorize(term, both, row, ELEMENT, nothing).at_most(both.shape[0])
     split = _Split(of_all, component, local, theta, rows)
-    dimensions, quadratic = component.continuous.shape[1], is_quadratic(split.is_quadratic)
+    dimensions, quadratic = component.continuous.shape[1], _is_quadratic(table, component, local, sites, row)
     if dimensions > MAX_DIMENSIONS and not quadratic:
         names = ", ".join(repr(name) for name in component.latents if name in local.continuous.site_names)
         raise NotImplementedError(
@@ -78,12 +76,12 @@ def local_terms(
     if not quadratic:
         finer = jit(partial(split.integrated, lambda log_joint, _, *form: finer_log_integral(log_joint, *form)))
         terms = terms._replace(num_nodes=count * num_nodes(dimensions), finer=finer)
-    return terms, quadratic, partial(split.drawn, quadratic)
+    return terms, partial(split.drawn, quadratic)
 
 
 def _summed_terms(
     component: Component, table: Callable, num_continuous: int, theta: jax.ShapeDtypeStruct, row: Arrays
-) -> tuple[Terms | None, bool, Draw]:
+) -> tuple[Terms | None, Draw]:
     """The terms of a component that is only summed over states.
 
     :param table: (theta and z, row, element) -> terms by assignment, (A, n).
@@ -102,9 +100,23 @@ def _summed_terms(
         return component.lowest + states, log_prob, jnp.zeros(0, theta.dtype)
 
     if not component.outcomes:
-        return None, False, drawn
+        return None, drawn
     split = factorize(term, theta, row, ELEMENT).at_most(theta.shape[0])
-    return affine_terms(component.name, component.size, split), False, drawn
+    return affine_terms(component.name, component.size, split), drawn
+
+
+def _is_quadratic(
+    table: Callable, component: Component, local: LocalSites, sites: Mapping[str, jax.ShapeDtypeStruct], row: Arrays
+) -> bool:
+    """Whether a component's log density is quadratic in its variables in each state, whatever the row.
+
+    :param table: (the sites' values, row, element) -> terms by assignment, (A, n). :param sites: see
+        :func:`local_terms`.
+    """
+    own = {name for name, places in local.continuous.indices.items() if np.isin(places, component.continuous).any()}
+    closed = jax.make_jaxpr(table)(dict(sites), row, ELEMENT)
+    varies = [name in own for name in sorted(sites)]
+    return is_quadratic(closed, varies + [False] * (len(closed.in_avals) - len(varies)))
 
 
 class _Split:
@@ -187,26 +199,6 @@ class _Split:
         log_probs, z = jax.vmap(one)(jax.random.split(key, len(self._each)), by_state)
         state = jax.random.categorical(state_key, log_probs)
         return jnp.asarray(self._component.states)[state], jax.nn.log_softmax(log_probs)[state], z[state]
-
-    def is_quadratic(self, row: Arrays) -> Array:
-        """Whether the joint log densities (E,) of a row are quadratic in z, in each state, at all theta that are
-        tried."""
-        rng, size = np.random.default_rng(0), self._component.continuous.shape[1]
-        some = jnp.asarray(rng.normal(size=(PROBES, len(self.kept))), self._dtype)
-        probes = jnp.asarray(rng.normal(size=(4, size)) * [[0.0], [0.3], [1.0], [3.0]], self._dtype)
-
-        def of_element(element):
-            by_state, fixed, slopes = self.constants(row, element)
-
-            def hessians(u, of_state):
-                return jax.vmap(jax.hessian(self.log_joint(u, of_state, fixed, slopes)))(probes)
-
-            of_probes = jax.vmap(lambda u: jax.vmap(lambda s: hessians(u, s))(by_state))(some)  # (u, M, probes, K, K)
-            scale = jnp.abs(of_probes).max(axis=(-3, -2, -1), keepdims=True)
-            apart = jnp.abs(of_probes - of_probes[..., :1, :, :])
-            return jnp.all(apart <= QUADRATIC[jnp.finfo(self._dtype).bits] * scale)
-
-        return lax.map(of_element, jnp.arange(self._component.size, dtype=jnp.int32))
 
 
 def _drawn_gaussian(log_joint: Callable, rng_key: Array, size: int, dtype: jnp.dtype) -> tuple[Array, Array]:
