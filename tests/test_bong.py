@@ -833,7 +833,9 @@ def test_epochs_go_on_from_a_posterior_as_their_prior():
 
 
 # ---------------------------------------------------------------------- learning rates
-@pytest.mark.parametrize("options", [{"family": "low-rank", "rank": 2}, {"init_loc_fn": init_to_uniform}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"family": "low-rank", "rank": 2}, {"init_loc_fn": init_to_uniform}], ids=["factors", "mean"]
+)
 def test_each_key_begins_elsewhere(options):
     """With factors or a mean of its own, whichever keys the method has had before."""
     rows, keys = data("logistic"), [jax.random.key(number) for number in (0, 1)]

@@ -68,7 +68,7 @@ class Program(BoundLikelihood):
     ):
         super().__init__(model, rows, model_kwargs, ReadingOptions(**options), params, row_plates, row_facts)
         self.reason: str | None = None
-        self._row_checks = self._read_likelihood(rows, row_facts)
+        self._row_checks = self._read_likelihood(rows)
         self._index_checks = [] if self.whole else self._find_index_checks()
         self._whole_checks, self._checks = self._find_checks()
         self._read_prior(rows, lambda: self.usable(all_rows), constants)

@@ -51,7 +51,7 @@ class BoundLikelihood(BoundPrior):
     _readers: tuple[Reader, Reader]  # of the terms of rows and of the prior, which copies of the program share
 
     # ------------------------------------------------------------------ reading it
-    def _read_likelihood(self, rows: Arrays, row_facts: RowFacts | None) -> list[RowCheck]:
+    def _read_likelihood(self, rows: Arrays) -> list[RowCheck]:
         """Set the terms, and which priors they are part of. What is returned checks that later rows are like these."""
         self._components, checks = self._find_components(rows), []
         integrated = self._integrated_terms(rows)
