@@ -832,7 +832,6 @@ def test_epochs_go_on_from_a_posterior_as_their_prior():
         assert second.num_rows == 30
 
 
-# ---------------------------------------------------------------------- learning rates
 @pytest.mark.parametrize(
     "options", [{"family": "low-rank", "rank": 2}, {"init_loc_fn": init_to_uniform}], ids=["factors", "mean"]
 )
@@ -848,6 +847,7 @@ def test_each_key_begins_elsewhere(options):
     assert np.max(np.abs(means[0] - means[1])) > 1e-6
 
 
+# ---------------------------------------------------------------------- learning rates
 @pytest.mark.parametrize(
     "options",
     [

@@ -74,8 +74,8 @@ def is_quadratic(probe: Probe) -> bool:
         pieces = value, slope * u, 0.5 * curvature * u**2
         size = 1 + sum(np.abs(piece) for piece in pieces)
         error = np.abs(sum(pieces) - probe.values)
-        is_compared = size < float(np.finfo(probe.values.dtype).max) ** COMPARED
-        return bool(np.all(~is_compared | (error <= _tolerance(probe.values) * size)))
+        overflows = size >= float(np.finfo(probe.values.dtype).max) ** COMPARED
+        return bool(np.all(overflows | (error <= _tolerance(probe.values) * size)))
 
 
 def in_tilted_form(terms: Terms, dtype, row: Arrays) -> Terms:
