@@ -21,7 +21,7 @@ class Given(Messenger):
     """Observes latent sites at values in unconstrained space.
 
     :param has_prior: whether their prior stays a part of the model's density.
-    :ivar log_determinants: of the transforms to constrained space, a scalar for each site, weighted as its density is.
+    :ivar log_determinants: of the transforms to constrained space, a scalar for each site.
     """
 
     def __init__(self, fn: Callable, unconstrained: Mapping[str, Any], *, has_prior: bool):
@@ -33,10 +33,7 @@ class Given(Messenger):
             return
         transform, value = site_transform(msg["fn"]), jnp.asarray(self.unconstrained[msg["name"]])
         msg["value"], msg["is_observed"] = transform(value), True
-        log_determinant = transform.log_abs_det_jacobian(value, msg["value"])
-        weight = jnp.asarray(1.0 if msg["scale"] is None else msg["scale"])
-        events = range(weight.ndim, jnp.ndim(log_determinant)) if weight.ndim else ()
-        self.log_determinants.append(jnp.sum(log_determinant * jnp.expand_dims(weight, tuple(events))))
+        self.log_determinants.append(transform.log_abs_det_jacobian(value, msg["value"]).sum())
         if not self.has_prior:
             msg["fn"] = msg["fn"].mask(False)
 

@@ -355,11 +355,11 @@ def elements(record: SiteRecord) -> Array:
     ):
         fn = fn.base_dist  # the terms one by one, not their sum over the event
     with numpyro.validation_enabled(False):  # values are checked, and named, elsewhere
-        terms = fn.log_prob(record.value)
+        terms = fn.log_prob(record.value) * record.weight_of(fn)
     if record.log_abs_det is not None:
         extra = jnp.ndim(record.log_abs_det) - jnp.ndim(terms)
         terms = terms + record.log_abs_det.sum(axis=tuple(range(-extra, 0)))
-    return jnp.ravel(terms * record.weight_of(fn))  # of a Jacobian too, as in NumPyro
+    return jnp.ravel(terms)
 
 
 def separate_terms(fn: distributions.Distribution, value: Array, unconstrained: Array) -> Array | None:
