@@ -3,7 +3,7 @@ those of signs, steps and kinks are constant almost everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,8 @@ def _rule(beyond: int) -> Rule:
         if name == "scan":
             return _of_scan(eqn, degrees, rule)
         if name == "cond":
-            return [beyond if degrees[0] else max(own) for own in zip(*_of_branches(eqn, degrees[1:], rule))]
+            branches = [interpret(b.jaxpr, b.consts, degrees[1:], rule, _of_constant) for b in eqn.params["branches"]]
+            return [beyond if degrees[0] else max(own) for own in zip(*branches)]
         return [min(_degree(eqn, degrees, beyond), beyond)] * len(eqn.outvars)
 
     return rule
@@ -117,8 +118,5 @@ def _of_scan(eqn: JaxprEqn, degrees: list[int], rule: Rule) -> list[int]:
         carried = higher
 
 
-def _of_branches(eqn: JaxprEqn, degrees: list[int], rule: Rule) -> list[list[int]]:
-    return [interpret(each.jaxpr, each.consts, degrees, rule, _of_constant) for each in eqn.params["branches"]]
-
-
-_of_constant: Callable[[Any], int] = lambda value: 0  # noqa: E731
+def _of_constant(value: Any) -> int:
+    return 0

@@ -131,7 +131,7 @@ def normal_site(
     fn, mask = base_distribution(record.fn)
     if not isinstance(fn, dist.MultivariateNormal) or fn.event_shape != (stop - start,):
         return None
-    if mask is not True or not isinstance(record.weight, float) or record.weight != 1:
+    if mask is not True or record.is_weighted:
         return None
     split = factorize(lambda t, r: jnp.asarray(sum(jnp.sum(x) for x in moments_at(t, r)), theta.dtype), theta, shared)
     origin = jnp.zeros(theta.shape, theta.dtype)

@@ -53,6 +53,10 @@ class SiteRecord:
     is_observed: bool
     is_auxiliary: bool
 
+    @property
+    def is_weighted(self) -> bool:
+        return not isinstance(self.weight, float) or self.weight != 1
+
     def weight_of(self, fn: Distribution) -> Array | float:
         """The weight of log densities by ``fn``, the site's distribution without some of its event axes."""
         axes = range(fn.event_dim - self.fn.event_dim, 0)
@@ -345,8 +349,7 @@ def base_distribution(fn: Distribution) -> tuple[Any, Array | bool]:
 def elements(record: SiteRecord) -> Array:
     """Log density terms of a site in unconstrained space, one per independent element, flattened."""
     fn = record.fn
-    is_weighted = not isinstance(record.weight, float) or record.weight != 1
-    if record.unconstrained is not None and not is_weighted:
+    if record.unconstrained is not None and not record.is_weighted:
         terms = separate_terms(fn, record.value, record.unconstrained)
         if terms is not None:
             return jnp.ravel(terms)
@@ -357,8 +360,7 @@ def elements(record: SiteRecord) -> Array:
     with numpyro.validation_enabled(False):  # values are checked, and named, elsewhere
         terms = fn.log_prob(record.value) * record.weight_of(fn)
     if record.log_abs_det is not None:
-        extra = jnp.ndim(record.log_abs_det) - jnp.ndim(terms)
-        terms = terms + record.log_abs_det.sum(axis=tuple(range(-extra, 0)))
+        terms += record.log_abs_det.sum(axis=tuple(range(jnp.ndim(terms) - jnp.ndim(record.log_abs_det), 0)))
     return jnp.ravel(terms)
 
 

@@ -17,10 +17,10 @@ from ..data.rows import Arrays
 from .terms import Terms
 
 CHECKED_ELEMENTS = 32  # of a site, when asking whether its terms are quadratic
-NEAR_ZERO, FAR, FARTHEST = (-1.0, 0.0, 1.0, 2.0), (-12.0, -6.0, 6.0, 12.0), 15  # where terms of one predictor are read
-EACH_SIDE = np.logspace(-1, FARTHEST, 8 * (FARTHEST + 1) + 1)  # and where they are compared with a quadratic function
+NEAR_ZERO, FAR = (-1.0, 0.0, 1.0, 2.0), (-12.0, -6.0, 6.0, 12.0)  # where terms of one predictor are read,
+EACH_SIDE = np.logspace(-1, 15, 129)  # and where they are compared with a quadratic function
 ONE_PREDICTOR = (*NEAR_ZERO, *FAR, *-EACH_SIDE, *EACH_SIDE)
-NEAR, ORIGIN, WITHIN_FAR = slice(0, 4), 1, slice(0, 8)
+NEAR, ORIGIN, READ = slice(0, len(NEAR_ZERO)), NEAR_ZERO.index(0.0), slice(0, len(NEAR_ZERO + FAR))
 COMPARED = 0.75  # of the exponent of the largest number: squares of larger ones may overflow
 
 
@@ -71,11 +71,9 @@ def is_quadratic(probe: Probe) -> bool:
     u, value = probe.points[:, 0], probe.values[:, ORIGIN, None]
     slope, curvature = probe.gradients[:, ORIGIN], probe.hessians[:, ORIGIN, 0]
     with np.errstate(over="ignore", invalid="ignore"):
-        pieces = value, slope * u, 0.5 * curvature * u**2
-        size = 1 + sum(np.abs(piece) for piece in pieces)
-        error = np.abs(sum(pieces) - probe.values)
+        agrees, size = _compared((value, slope * u, 0.5 * curvature * u**2), probe.values)
         overflows = size >= float(np.finfo(probe.values.dtype).max) ** COMPARED
-        return bool(np.all(overflows | (error <= _tolerance(probe.values) * size)))
+        return bool(np.all(overflows | agrees))
 
 
 def in_tilted_form(terms: Terms, dtype, row: Arrays) -> Terms:
@@ -183,16 +181,19 @@ def _curved(kind: type, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _holds(form: _Form, probe: Probe) -> bool:
     """Whether the form has the probed values, also far from the origin, and bends where they are: elsewhere another
     function may look like it."""
-    points = probe.points[WITHIN_FAR, 0]
-    w = form.growth[:, None] * points + form.shift[:, None]
+    w = form.growth[:, None] * probe.points[READ, 0] + form.shift[:, None]
     bend = (np.log(form.amount) if form.kind is Exponential else form.shift) / -form.growth
     if not np.all(np.abs(bend) <= FAR[-1]):
         return False
     with np.errstate(over="ignore", invalid="ignore"):
         pieces = form.slope[:, None] * w, -form.amount[:, None] * _curved(form.kind, w)[0], form.constant[:, None]
-        size = 1 + sum(np.abs(piece) for piece in pieces)
-        values = probe.values[:, WITHIN_FAR]
-        return bool(np.all(np.abs(sum(pieces) - values) <= _tolerance(values) * size))
+        return bool(np.all(_compared(pieces, probe.values[:, READ])[0]))
+
+
+def _compared(pieces: tuple[np.ndarray | Array, ...], values: np.ndarray | Array) -> tuple[np.ndarray, np.ndarray]:
+    """Whether values are the sums of these pieces, beside the size of the pieces; and that size."""
+    size = np.sum([np.abs(piece) for piece in np.broadcast_arrays(*pieces)], axis=0) + 1
+    return np.abs(sum(pieces) - values) <= _tolerance(values) * size, size
 
 
 def _tolerance(array: np.ndarray | Array) -> float:
